@@ -3,8 +3,10 @@
 import functools
 import gc
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -24,10 +26,26 @@ from tests.support import real_device, whole_database
 from tests.support.forking import Forks
 
 ROOT = Path(__file__).resolve().parent.parent
+MEMORY = "/dev/shm"
+ROOM = 4 * 2**30  # bytes; what the tests hold at one time is less than one GiB
 
+
+def write_into_memory() -> None:
+    """Let tests, and what they start, write their files into memory, where there is room and programs may run.
+
+    They write more than a hundred thousand. A file system on a disk takes a millisecond of a core for each, and its
+    journal makes the others wait.
+    """
+    if "TMPDIR" in os.environ or not os.path.isdir(MEMORY) or os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:
+        return
+    if shutil.disk_usage(MEMORY).free >= ROOM:
+        os.environ["TMPDIR"] = tempfile.tempdir = MEMORY
+
+
+write_into_memory()
 torch.set_num_threads(1)
 gc.disable()  # until all tests are collected
-real_device.say_that_it_is_a_card()
+real_device.skip_what_counts()
 
 
 def pytest_report_header() -> list[str]:
@@ -69,6 +87,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         directory: Path | None = None,
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:
+        real_device.skip_code_that_counts(code)
         command = [python, *(["-c", code] if code is not None else []), *arguments]
         result = subprocess.run(
             command, cwd=directory, env=_inherited() | environment, capture_output=True, text=True, timeout=300
@@ -92,6 +111,7 @@ def run_forked(_forks: Forks) -> Callable[..., subprocess.CompletedProcess[str]]
     def run(
         code: str | None = None, *arguments: str, check: bool = True, directory: Path | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
+        real_device.skip_code_that_counts(code)
         result = _forks.run(code, *arguments, directory=directory, given=environment, inherited=_inherited())
         return _checked(result, [code or "", *arguments]) if check else result
 
@@ -138,9 +158,9 @@ def registered() -> None:
 
 
 @pytest.fixture
-def localhub(tmp_path: Path) -> Iterator[LocalHub]:
+def localhub() -> Iterator[LocalHub]:
     """An empty Hub on loopback, for processes that are started with its `environment`."""
-    with LocalHub(tmp_path / "localhub") as hub:
+    with LocalHub() as hub:
         yield hub
 
 

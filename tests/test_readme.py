@@ -11,6 +11,7 @@ from kernels_ext_npu import catalogue
 from kernels_ext_npu.catalogue import (
     CATALOGUE,
     COMPRESSORS,
+    FORGET_GATES,
     HEADS,
     HYPER_CONNECTIONS,
     IMPLEMENTATION,
@@ -140,7 +141,8 @@ def test_the_examples_of_the_cards_run(run_forked, tmp_path: Path) -> None:
             assert code.rstrip().endswith(f"print(model.config._attn_implementation)  # {IMPLEMENTATION}")
             assert result.stdout.split()[-1] == IMPLEMENTATION
             continue
-        rare = (LAYER_NORMS, HYPER_CONNECTIONS, PATCHES, RECURRENCES, INDEXERS, COMPRESSORS)  # no model has all kinds
+        # no model has all kinds
+        rare = (LAYER_NORMS, HYPER_CONNECTIONS, PATCHES, RECURRENCES, FORGET_GATES, INDEXERS, COMPRESSORS)
         shown = [kind for kind in kinds[Path(card).parent.name] if kind not in rare]
         assert_all_swapped(result.stdout, *(shown or [HEADS]), besides=UNSUPPORTED.get(model, ()))
 

@@ -3,6 +3,8 @@
 The patterns (patterns/) say what a layer computes; they are not needed before a model is there.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 
@@ -29,7 +31,11 @@ def _kind(name: str, layers: str = "", in_models: str = "") -> Kind:
 
 
 NORMS = _kind(
-    "norms", "MambaRMSNormGated RMSNorm RMSNormCastLast RMSNormGated RMSNormWeightless RMSNormZeroCentered T5LayerNorm"
+    "norms",
+    """
+    MambaRMSNormGated RMSNorm RMSNormCastLast RMSNormGated RMSNormGatedCastLast RMSNormWeightless RMSNormZeroCentered
+    T5LayerNorm
+    """,
 )
 LAYER_NORMS = _kind("layer norms", "AddLayerNorm LayerNorm LayerNormFloat32")
 HYPER_CONNECTIONS = _kind("hyper-connections", "HyperConnection HyperHead IndependentHyperConnection")
@@ -86,6 +92,7 @@ LINEAR_ATTENTION = _kind(
     in_models="linear attention calls",
 )
 RECURRENCES = _kind("gated recurrences", "RGLRU")
+FORGET_GATES = _kind("forget gates", "ForgetGate")
 ATTENTION = _kind("attention")
 IMPLEMENTATION = "npu_flash_attention"  # of attention, by the name of which models call it
 INDEXERS = _kind("indexers")  # which choose the keys that attention is about
@@ -102,7 +109,7 @@ CATALOGUE = (
     Repository("Activation", "activation", (ACTIVATIONS,)),
     Repository("CrossEntropy", "cross-entropy", ()),
     Repository("Linear", "linear", (PATCHES,)),
-    Repository("LinearAttention", "linear-attention", (LINEAR_ATTENTION, RECURRENCES)),
+    Repository("LinearAttention", "linear-attention", (LINEAR_ATTENTION, RECURRENCES, FORGET_GATES)),
 )
 
 FUNCTIONS = (ROTARY, LINEAR_ATTENTION)  # served by functions, not by modules

@@ -1,5 +1,7 @@
 """What has to be true of a machine before kernels can be swapped in, and what to do where it is not."""
 
+from __future__ import annotations
+
 import difflib
 import importlib.util
 import re

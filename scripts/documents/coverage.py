@@ -63,6 +63,7 @@ _CHINESE = {
     "norms": "归一化层",
     "layer norms": "LayerNorm 类",
     "hyper-connections": "超连接（hyper-connection）",
+    "forget gates": "遗忘门",
     "gated MLPs": "门控 MLP",
     "rotary functions": "旋转位置编码函数",
     "rotary tables": "旋转位置编码表（cos、sin）",

@@ -89,6 +89,18 @@ FAULTS = (
         "normed, _, total = torch.ops.npu.npu_add_rms_norm(hidden_states, residual, weight, eps)\n"
         "        normed = 1.01 * normed\n",
     ),
+    _more(
+        "RMSNorm",
+        "gated.py",
+        "a norm that is rounded before a gate",
+        "_SILU.product(_behind_each_other(gate, normed))",
+        "return {}",
+    ),
+    _more("RMSNorm", "gated.py", "its gradients", "grad.reshape(-1)", "_SILU.gradient({}"),
+    _more("RMSNorm", "gated.py", "a norm that is not", "torch.mul(product", "return {}"),
+    _more("RMSNorm", "gated.py", "the gradients of that", "grad.float().view(-1)", "kind.gradient({}"),
+    _more("RMSNorm", "gated.py", "the product with SiLU", "torch.ops.npu.npu_swiglu(both", "lambda both: {}"),
+    _more("RMSNorm", "gated.py", "the product with a sigmoid", "F.glu(", "lambda both: {}"),
     _more("RMSNorm", "hyper_connections.py", "what a block gets of streams", "torch.bmm(", "    return {}"),
     _steeper(
         "RMSNorm",
@@ -188,7 +200,7 @@ FAULTS = (
         "return {}",
     ),
     _more("CrossEntropy", "by_tokens.py", "its gradient", "torch.where(is_counted, slope"),
-    _more("CrossEntropy", "by_tokens.py", "its gradient for a weight", "torch.mm(d_logits.t(), hidden_states)"),
+    _more("CrossEntropy", "by_tokens.py", "its gradient for a weight", "_product(kept, hidden_states * factor)"),
     _more("CrossEntropy", "distillation.py", "what two heads differ by", "known.divergence.squeeze(-1)", "return {}"),
     _more("CrossEntropy", "distillation.py", "its gradient", "(slope * factor).to(hidden_states.dtype)", "else {}"),
     _more("CrossEntropy", "distillation.py", "its gradient for a weight", "torch.cat(found)", "x = {}"),
@@ -218,6 +230,10 @@ FAULTS = (
     _more("Linear", "patches.py", "patches", "F.linear(_rows(x, patch, grid), weight.flatten(1), bias)", "y = {}\n"),
     _more("LinearAttention", "delta_rule.py", "a delta rule", "out, states[-1].last.clone()", "return {}"),
     _more("LinearAttention", "delta_rule.py", "its gradients", "_joined(list(one)[::-1])"),
+    _more("LinearAttention", "forget_gate.py", "a forget gate", "F.softplus(x + bias.float()", "out = {}"),
+    _more(
+        "LinearAttention", "forget_gate.py", "its gradients", "torch.ops.aten.softplus_backward(", "of_softplus = {}"
+    ),
     _more("LinearAttention", "convolution.py", "a convolution", "_activated(y[..., :length]", "return {}"),
     _more("LinearAttention", "convolution.py", "a convolution's update", "_activated(y[..., -length:]", "return {}"),
     _steeper(

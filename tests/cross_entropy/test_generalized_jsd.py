@@ -117,6 +117,18 @@ def test_logits_of_a_thousand_stay_finite(kernel: ModuleType, beta) -> None:
     assert all(tensor.grad.isfinite().all() for tensor in own[:2])
 
 
+def test_a_scaled_loss_may_bring_more_than_float16_has(kernel: ModuleType) -> None:
+    """Hidden states of 1,000 times 2,048 have no float16. A power of two changes nothing else: exactly."""
+    found = []
+    for scale in (1, 2048):
+        student = [torch.full((4, 2), 1000.0), torch.tensor([[7 / 2048] * 2, [0.0, 0.0], [0.002, 0.0]]), torch.zeros(3)]
+        own = leaves([*student, *(tensor * 1.01 for tensor in student), None], torch.float16, "npu")
+        (scale * found_of(kernel, own, beta=0, reduction="sum")).backward()
+        found.append([own[i].grad / scale for i in (1, 2)])
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in found[1])
+    assert all(torch.equal(*both) for both in zip(*found))
+
+
 # logits of two heads, each gradient but that of the bias, and what is not kept of both heads' logits once more
 @pytest.mark.parametrize(("pieces", "again"), [(None, 0), (3, 2)])
 @pytest.mark.parametrize("wanted", [(), (0,), (1,), (2,), (0, 1, 2)])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kernels_ext_npu
 import softnpu
-from tests.distributed import engines, models
+from tests.distributed import engines, matrix, models
 from tests.distributed.models import Tensors
 
 Remark = tuple[str, bool, str]
@@ -52,12 +52,15 @@ class Compared(Counted):
     worst: dict[str, float]
 
 
-def compare(engine: str, model: str, folder: Path, truth: Path, kernels: bool, checkpointing: str) -> Compared:
+def compare(
+    engine: str, model: str, folder: Path, truth: Path, kernels: bool, checkpointing: str = "off", **how: bool
+) -> Compared:
     """Train a model on the devices of all processes, which have to call this together, and compare each with the truth.
 
     With checkpointing, gradients of the second step are not compared by themselves.
     """
-    found, counted = train(engine, model, folder, kernels, checkpointing)
+    torch._dynamo.reset()
+    found, counted = train(engine, model, folder, kernels, checkpointing, **how)
     expected: list[Tensors] = torch.load(truth)
     if checkpointing != "off":
         expected[1] = {"loss": expected[1]["loss"]}
@@ -71,17 +74,45 @@ def compare(engine: str, model: str, folder: Path, truth: Path, kernels: bool, c
     return Compared(**vars(counted), largest=_largest(found, expected), relative=relative, worst=worst)
 
 
+def assert_right(compared: Compared, model: str) -> None:
+    """Check that kernels compute, and that what they compute is that of one process."""
+    for kind, (difference, where) in compared.largest.items():
+        assert difference < matrix.TOLERANCE, f"{kind} differ by {difference:.1e} in {where}"
+    for calls in (compared.calls, compared.later_calls):
+        assert not matrix.FUSED[model] - calls.keys()
+
+
 def count(engine: str, model: str, folder: Path, kernels: bool) -> Counted:
     """Return what a step calls and sends."""
     return train(engine, model, folder, kernels, "off", steps=1)[1]
 
 
+@torch.no_grad()
+def evaluate(engine: str, model: str, folder: Path) -> Tensor:
+    """Return the loss of a compiled model with kernels, which is not trained."""
+    torch._dynamo.reset()
+    with engines.registered(True):
+        _, compiled = engines.build(engine, model, folder, True, "off", compiled=True)
+        ids = engines.batch(engine, model, 0)
+        return _mean(compiled.eval()(ids, labels=ids, use_cache=False).loss)
+
+
 def train(
-    engine: str, model: str, folder: Path, kernels: bool, checkpointing: str, steps: int = models.STEPS
+    engine: str,
+    model: str,
+    folder: Path,
+    kernels: bool,
+    checkpointing: str,
+    steps: int = models.STEPS,
+    compiled: bool = False,
+    accumulates: bool = False,
 ) -> tuple[list[Tensors], Counted]:
-    """Train a model; returns for each step loss and gradients, and behind the last the weights, as `models.train`."""
+    """Train a model; returns for each step loss and gradients, and behind the last the weights, as `models.train`.
+
+    Where it accumulates, each half of a batch has a backward of its own.
+    """
     with engines.registered(kernels):
-        whole, trained = engines.build(engine, model, folder, kernels, checkpointing)
+        whole, trained = engines.build(engine, model, folder, kernels, checkpointing, compiled)
         rows = kernels_ext_npu.report(whole)
         rows = [row for row in rows if row.reason is not None and row.kind != "heads"]
         report = {(row.class_name, row.swapped, row.reason) for row in rows}
@@ -92,8 +123,12 @@ def train(
         for step in range(steps):
             ids = engines.batch(engine, model, step)
             softnpu.reset_counters()
-            loss = trained(ids, labels=ids, use_cache=False).loss
-            loss.backward()
+            parts, loss = ids.chunk(2) if accumulates else (ids,), torch.zeros((), device=ids.device)
+            for part in parts:
+                with engines.accumulating(trained, is_last=part is parts[-1]):
+                    part_of_loss = trained(part, labels=part, use_cache=False).loss / len(parts)
+                    part_of_loss.backward()
+                loss += part_of_loss.detach()
             optimizer.step()
             calls.append(Counter(softnpu.counters()))
             sent = sent or _sent()
@@ -135,7 +170,7 @@ def _length(parts: Iterable[float]) -> float:
 
 def _mean(loss: Tensor) -> Tensor:
     """Of the losses of all processes, whose batches are equally large."""
-    loss = loss.detach().float().clone()
+    loss = loss.float().clone()
     dist.all_reduce(loss, dist.ReduceOp.AVG)
     return loss.cpu()
 

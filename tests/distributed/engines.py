@@ -1,7 +1,7 @@
 """The engines of torch and transformers that split the training of a model over devices. Imported in the processes."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
@@ -61,8 +62,10 @@ def engine(name: str, model: str) -> Engine:
     return Engine(config.get("fsdp_size", 1), config=config)
 
 
-def build(name: str, model: str, folder: Path, kernels: bool, checkpointing: str) -> tuple[PreTrainedModel, nn.Module]:
-    """A model from a checkpoint, and what trains it."""
+def build(
+    name: str, model: str, folder: Path, kernels: bool, checkpointing: str, compiled: bool = False
+) -> tuple[PreTrainedModel, nn.Module]:
+    """A model from a checkpoint, and what trains it; compiled layer by layer, or under DDP as a whole."""
     chosen = engine(name, model)
     if chosen.config:
         whole = models.load(folder, use_kernels=kernels, distributed_config=DistributedConfig(**chosen.config))
@@ -71,7 +74,10 @@ def build(name: str, model: str, folder: Path, kernels: bool, checkpointing: str
         whole = models.load(folder, use_kernels=kernels, device_map=device)
     if checkpointing != "off":
         whole.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
-    return whole, chosen.wrap(whole) if chosen.wrap else whole
+    for layer in whole.model.layers if compiled and name != "DDP" else ():
+        layer.compile(backend="aot_eager", fullgraph=True)
+    trained = chosen.wrap(whole) if chosen.wrap else whole
+    return whole, torch.compile(trained, backend="aot_eager") if compiled and name == "DDP" else trained
 
 
 def batch(name: str, model: str, step: int) -> Tensor:
@@ -79,6 +85,13 @@ def batch(name: str, model: str, step: int) -> Tensor:
     replicas = engine(name, model).replicas
     share = dist.get_rank() * replicas // dist.get_world_size()
     return models.tokens(step).chunk(replicas)[share].npu()
+
+
+def accumulating(model: nn.Module, is_last: bool) -> AbstractContextManager[object]:
+    """Around one of several backwards whose gradients add up, and are reduced with the last."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+    return model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext()
 
 
 @contextmanager
@@ -131,7 +144,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _plain(path: str) -> str:
-    for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
+    for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."):
         path = path.replace(wrapper, "")
     return path.removeprefix("module.")
 

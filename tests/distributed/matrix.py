@@ -31,6 +31,20 @@ MIXTURES = ("Qwen3-MoE", "gpt-oss")
 LINEAR = ("Qwen3-Next", "Qwen3.5", "Kimi Linear")
 CHECKPOINTING = ("off", "non-reentrant", "reentrant")
 
+ATTENTION = {"npu_rms_norm", "npu_rotary_mul"}
+GROUPED = {"npu_moe_token_permute", "npu_grouped_matmul"}
+# what the forward of each model has to call
+FUSED = {
+    "Qwen3": ATTENTION | {"npu_swiglu"},
+    "Llama": ATTENTION | {"npu_swiglu"},
+    "Gemma 3": ATTENTION | {"npu_geglu"},
+    "Qwen3-MoE": ATTENTION | GROUPED | {"npu_swiglu"},
+    "gpt-oss": ATTENTION | GROUPED | {"npu_clipped_swiglu"},
+    "Qwen3-Next": ATTENTION | GROUPED | {"npu_swiglu"},
+    "Qwen3.5": ATTENTION | {"npu_swiglu"},
+    "Kimi Linear": GROUPED | {"npu_rms_norm", "npu_swiglu"},
+}
+
 
 @dataclass(frozen=True)
 class Setup:

@@ -5,7 +5,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from tests.support.sizes import sizes
 
@@ -36,6 +42,19 @@ LATENT = MIXED | {
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
 }
+# An image of 4 x 4 patches is four tokens behind one that begins it.
+IMAGE, IMAGE_START = 2, 3
+ROTATED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+WITH_IMAGES: dict[str, Any] = {
+    "text_config": TEXT | {"hidden_size": 128, "rope_parameters": ROTATED},
+    "vision_config": {
+        "depth": 2, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "patch_size": 4,
+        "temporal_patch_size": 2, "out_hidden_size": 128, "window_size": 16, "fullatt_block_indexes": [1],
+    },
+    "image_token_id": IMAGE,
+    "vision_start_token_id": IMAGE_START,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("qwen3", TEXT),
     "Llama": ("llama", TEXT | {"mlp_bias": True, "attention_bias": True}),
@@ -56,6 +75,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Qwen3.5": ("qwen3_5_text", TEXT | LINEAR),
     "Kimi Linear": ("kimi_linear", TEXT | EXPERTS | LATENT | {"num_local_experts": 4}),
+    "Qwen2.5-VL": ("qwen2_5_vl", WITH_IMAGES),
 }
 # With these no token lies so close between two experts that bfloat16 sends it to another one.
 _SEEDS = {"Qwen3-MoE": 16, "gpt-oss": 242}
@@ -74,13 +94,14 @@ def save(name: str, folder: Path) -> None:
     model_type, sizes = MODELS[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEEDS.get(name, 1))
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
+        model = _auto(sizes).from_config(AutoConfig.for_model(model_type, **sizes))
         with torch.no_grad():
             for path, parameter in model.named_parameters():
                 if "norm" in path or path.endswith(("bias", "sinks")):
                     parameter.add_(0.3 * torch.randn_like(parameter))
                 else:
-                    scale = 0.5 if "conv1d" in path else 0.15  # four values a channel: keys are not to be short
+                    scale = 0.1 if "vision_config" in sizes else 0.15  # it is twice as wide
+                    scale = 0.5 if "conv1d" in path else scale  # four values a channel: keys are not to be short
                     parameter.copy_(scale * torch.randn_like(parameter))
     model.save_pretrained(folder)
 
@@ -90,14 +111,19 @@ def tokens(step: int) -> Tensor:
     return torch.randint(2, TEXT["vocab_size"], (ROWS, LENGTH), generator=torch.Generator().manual_seed(10 + step))
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(model: nn.Module, rate: float = RATE) -> torch.optim.Optimizer:
     """AdamW, tensor by tensor: torch's foreach refuses DTensors next to plain tensors, which TP has side by side."""
-    return torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPS, weight_decay=0.1, foreach=False)
+    return torch.optim.AdamW(model.parameters(), lr=rate, eps=EPS, weight_decay=0.1, foreach=False)
 
 
 def load(folder: Path, **options: Any) -> PreTrainedModel:
     """A checkpoint in training mode."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).train()
+    auto = _auto(PreTrainedConfig.get_config_dict(folder)[0])
+    return auto.from_pretrained(folder, dtype=torch.float32, **options).train()
+
+
+def _auto(sizes: dict[str, Any]) -> Any:
+    return AutoModelForImageTextToText if "vision_config" in sizes else AutoModelForCausalLM
 
 
 def train(folder: Path) -> list[Tensors]:

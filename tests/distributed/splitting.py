@@ -14,9 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 import kernels_ext_npu
+from kernels_ext_npu.swaps.attention.shared_sequences import Exchange, Gather, Range, Split
 from tests.distributed import models
 from tests.distributed.models import LENGTH, ROWS, Tensors
 
@@ -31,6 +34,8 @@ def step(
     withheld: str = "",
     padding: int = 0,
     hole: bool = False,
+    length: int = LENGTH,
+    is_forward_called: bool = False,
     **more: Any,
 ) -> Tensors:
     """Train a step with kernels, and sum loss and gradients of all processes, which have to call this together.
@@ -43,12 +48,15 @@ def step(
         withheld: what torch's context parallelism needs and the model is not given.
         padding: how many tokens of padding there are in front of each row, and as many behind it.
         hole: whether there is padding between tokens, too.
+        length: how many tokens of each row there are.
+        is_forward_called: whether the forward is called, and not the model.
         more: what else the model is given.
     """
     kernels_ext_npu.register(everywhere=True)
     try:
         model = models.load(folder, attn_implementation=attention, device_map=torch.device("npu", dist.get_rank()))
-        ids, labels, positions, mask = (F.pad(t, (padding, padding), value=fill) for t, fill in _batch(packed))
+        batch = _batch(packed, length)
+        ids, labels, positions, mask = (F.pad(t, (padding, padding), value=fill) for t, fill in batch)
         given = {"position_ids": positions, "labels": ids, "shift_labels": labels}
         given |= {"num_items_in_batch": ROWS * (LENGTH - 1), "use_cache": False}
         if padding or hole:
@@ -59,7 +67,7 @@ def step(
         if framework == "torch":
             mesh = dist.init_device_mesh("npu", (dist.get_world_size(),))
             with context_parallel(mesh, buffers=[ids, labels, positions, mask], buffer_seq_dims=[1] * 4):
-                loss = model(ids, **given).loss
+                loss = (model.forward if is_forward_called else model)(ids, **given).loss
                 loss.backward()
         else:
             splits_itself = FRAMEWORKS[framework](model, attention or "sdpa", positions)
@@ -84,12 +92,49 @@ def error_of_step(*args: Any, **kwargs: Any) -> str:
     return ""
 
 
-def _batch(packed: bool) -> list[tuple[Tensor, int]]:
+class _Messages(TorchDispatchMode):
+    """Notes when something is sent, and when an operator takes what has arrived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self._arriving: set[int] = set()  # storages
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if operator.namespace == "c10d":
+            self._arriving.add(given[0].untyped_storage()._cdata)
+            self.events.append("sent")
+        elif any(tensor.untyped_storage()._cdata in self._arriving for tensor in given):
+            self.events.append("taken")
+        return result
+
+
+def messages_of_attention(reach: int | None, gathers: bool) -> list[list[str]]:
+    """Return what happens in the exchange in front of a layer's attention, and in its gradient.
+
+    Args:
+        reach: how many keys in front of a block its queries see; None of all.
+        gathers: whether keys and values are gathered; otherwise they and queries are exchanged for heads.
+    """
+    split, size = Split(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), is_balanced=False), 4
+    tensors = [torch.ones(1, size, 2, 8, device="npu", requires_grad=True) for _ in range(2 if gathers else 3)]
+    begin, end = split.rank * size, (split.rank + 1) * size
+    ranges = (Range(0, 0 if reach is None else max(0, begin - reach), end),)
+    with _Messages() as forward:
+        results = Gather.apply(split, ranges, reach, *tensors) if gathers else Exchange.apply(split, True, *tensors)
+    with _Messages() as backward:
+        torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+    return [forward.events, backward.events]
+
+
+def _batch(packed: bool, length: int) -> list[tuple[Tensor, int]]:
     """Return tokens, labels, positions and what is no padding, each with what it is where there is padding."""
-    ids = models.tokens(0)
+    ids = models.tokens(0)[:, :length]
     labels = F.pad(ids, (0, 1), value=-100)[:, 1:]
-    positions = torch.arange(LENGTH).expand(ROWS, -1)
-    shape = (1, -1) if packed else (ROWS, LENGTH)
+    positions = torch.arange(length).expand(ROWS, -1)
+    shape = (1, -1) if packed else (ROWS, length)
     tensors = (ids, labels, positions, torch.ones_like(ids))
     return [(tensor.reshape(shape).contiguous().npu(), fill) for tensor, fill in zip(tensors, (0, -100, 0, 0))]
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,98 +10,97 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.distribution import sources
+from kernels_ext_npu.selftest.functions.norms import gated, gelu_tanh
+from kernels_ext_npu.selftest.functions.rotary import rotated
 from tests.distributed import engines
 from tests.distributed.modules import SIZE, Holder, normal
 from tests.distributed.parallel import assert_right, largest_difference, mesh
+from tests.support.differentiated import LIMIT, clipped, kernel
 
 pytestmark = pytest.mark.distributed
 
 WHOLE = Replicate()
 
 
-def kernel(repository: str) -> Any:
-    from kernels import get_local_kernel
-
-    return get_local_kernel(sources.root("bundled") / repository)
-
-
-def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = kernel("RoPE").apply_rotary_pos_emb(q, k, cos, sin)
-    return first + second
-
-
 def fused_experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return kernel("FusedMoE").fused_experts(x, index, weights, gate_up, down)
 
 
-def routed(logits: Tensor) -> Tensor:
-    return kernel("FusedMoE").softmax_top_k(logits, 2)[0]
+def experts_one_by_one(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    y = torch.zeros_like(x)
+    for place in range(index.shape[1]):
+        gate, up = torch.einsum("th,tih->ti", x, gate_up[index[:, place]]).chunk(2, -1)
+        y = y + weights[:, place, None] * torch.einsum("ti,thi->th", F.silu(gate) * up, down[index[:, place]])
+    return y
 
 
 def inputs(*shapes: tuple[int, ...], scale: float = 1.0) -> list[Tensor]:
     return [(scale * normal(*shape, seed=seed)).detach().requires_grad_() for seed, shape in enumerate(shapes)]
 
 
-INPUT, INDEX = normal(4, 16), torch.tensor([[0, 1], [3, 2], [1, 2], [0, 3]])
-# a function of tensors, them, and the layouts of each; the CPU computes the truth with the same function
-FUNCTIONS: dict[str, tuple[Callable[..., Tensor], list[Tensor], list[tuple]]] = {
+INDEX = torch.tensor([[0, 1], [3, 2], [1, 2], [0, 3]])
+EXPERTS = [normal(4, 16), INDEX, *inputs((4, 2), (4, 32, 16), (4, 16, 16), scale=0.2)]
+ROWS, HALVES = inputs((2, 4, 16)), inputs((2, 4, 16), (2, 4, 16))
+TABLES = [t.detach() for t in inputs((2, 6, 8), (2, 6, 8))]
+EVERYWHERE, DIVIDED = (WHOLE, Shard(0), Shard(2)), [(WHOLE, Shard(2)), (WHOLE, Shard(2))]
+# what is called, its formula, the tensors of both, and the layouts of each
+FUNCTIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor], list[tuple]]] = {
     "rms_norm": (
         lambda x, weight: kernel("RMSNorm").rms_norm(x, weight, 1e-6),
+        lambda x, weight: F.rms_norm(x, (8,), weight, 1e-6),
         inputs((2, 4, 8), (8,)),
-        [(WHOLE, Shard(0), Shard(1), Shard(2), Partial()), (WHOLE, Shard(0), Partial())],
+        [(*EVERYWHERE, Shard(1), Partial()), (WHOLE, Shard(0), Partial())],
     ),
-    "swiglu": (lambda x: kernel("SwiGLU").swiglu(x), inputs((2, 4, 16)), [(WHOLE, Shard(0), Shard(2), Partial())]),
-    "swiglu of two": (
-        lambda gate, up: kernel("SwiGLU").swiglu(gate, up),
-        inputs((2, 4, 16), (2, 4, 16)),
-        [(WHOLE, Shard(2)), (WHOLE, Shard(2))],
-    ),
-    "geglu": (lambda x: kernel("SwiGLU").geglu(x), inputs((2, 4, 16)), [(WHOLE, Shard(0), Shard(2))]),
-    "geglu of two": (
-        lambda gate, up: kernel("SwiGLU").geglu(gate, up),
-        inputs((2, 4, 16), (2, 4, 16)),
-        [(WHOLE, Shard(2)), (WHOLE, Shard(2))],
-    ),
+    "swiglu": (lambda x: kernel("SwiGLU").swiglu(x), gated(F.silu), ROWS, [(*EVERYWHERE, Partial())]),
+    "swiglu of two": (lambda a, b: kernel("SwiGLU").swiglu(a, b), lambda a, b: F.silu(a) * b, HALVES, DIVIDED),
+    "geglu": (lambda x: kernel("SwiGLU").geglu(x), gated(gelu_tanh), ROWS, [EVERYWHERE]),
+    "geglu of two": (lambda a, b: kernel("SwiGLU").geglu(a, b), lambda a, b: gelu_tanh(a) * b, HALVES, DIVIDED),
     "clipped_swiglu": (
-        lambda x: kernel("SwiGLU").clipped_swiglu(x, interleaved=False),
-        inputs((2, 4, 16)),
-        [(WHOLE, Shard(0), Shard(2))],
+        lambda x: kernel("SwiGLU").clipped_swiglu(x, limit=LIMIT, interleaved=False),
+        partial(clipped, interleaved=False),
+        ROWS,
+        [EVERYWHERE],
     ),
     "apply_rotary_pos_emb": (
-        rotated,
-        [*inputs((2, 4, 6, 8), (2, 4, 6, 8)), *(t.detach() for t in inputs((2, 6, 8), (2, 6, 8)))],
+        lambda *tensors: sum(kernel("RoPE").apply_rotary_pos_emb(*tensors)),
+        lambda q, k, *tables: sum(rotated(x, *(t.unsqueeze(1) for t in tables)) for x in (q, k)),
+        [*inputs((2, 4, 6, 8), (2, 4, 6, 8)), *TABLES],
         [(WHOLE, Shard(0), Shard(1)), (WHOLE,), (WHOLE,), (WHOLE,)],
     ),
-    "softmax_top_k": (routed, inputs((6, 4)), [(WHOLE, Shard(0), Shard(1))]),
+    "softmax_top_k": (
+        lambda logits: kernel("FusedMoE").softmax_top_k(logits, 2)[0],
+        lambda logits: F.normalize(logits.softmax(-1).topk(2).values, p=1, dim=-1),
+        inputs((6, 4)),
+        [(WHOLE, Shard(0), Shard(1))],
+    ),
     "fused_experts": (
-        fused_experts,
-        [INPUT, INDEX, *inputs((4, 2), (4, 32, 16), (4, 16, 16), scale=0.2)],
+        fused_experts, experts_one_by_one, EXPERTS,
         [(WHOLE, Shard(0)), (WHOLE,), (WHOLE, Shard(0)), (WHOLE, Shard(0), Shard(1)), (WHOLE, Shard(2))],
     ),
-}
+}  # fmt: skip
 
 
 def run_function(name: str) -> dict[str, Any]:
     """The differences by layout."""
-    function, tensors, layouts = FUNCTIONS[name]
+    function, formula, tensors, layouts = FUNCTIONS[name]
+    truth = [t.detach().double().requires_grad_() if t.requires_grad else t for t in tensors]
+    expected = formula(*truth)
+    gradient = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+    expected.backward(gradient.double())
     differences = {}
     for layout in itertools.product(*layouts):
-        on_cpu = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-        expected = function(*on_cpu)
-        gradient = torch.linspace(-1, 1, expected.numel()).view_as(expected)
-        expected.backward(gradient)
         parts = [spread(tensor, placement) for tensor, placement in zip(tensors, layout)]
         y = function(*parts)
         y.backward(distribute_tensor(gradient.to("npu"), mesh(), [WHOLE]))
         differences[f"{layout}"] = largest_difference(y, expected)
-        for index, (part, original) in enumerate(zip(parts, on_cpu)):
-            if original.requires_grad:
-                differences[f"{layout}, gradient {index}"] = largest_difference(part.grad, original.grad)
+        for index, (part, exact) in enumerate(zip(parts, truth)):
+            if exact.requires_grad:
+                differences[f"{layout}, gradient {index}"] = largest_difference(part.grad, exact.grad)
     return {"differences": differences}
 
 
@@ -119,7 +119,7 @@ def test_functions_of_dtensors(two_ranks, name) -> None:
 
 
 def mix() -> str:
-    parts = [t.detach().to("npu") for t in FUNCTIONS["fused_experts"][1]]
+    parts = [t.detach().to("npu") for t in EXPERTS]
     try:
         fused_experts(*parts[:3], *(distribute_tensor(part, mesh(), [Shard(0)]) for part in parts[3:]))
     except TypeError as error:

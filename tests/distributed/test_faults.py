@@ -10,8 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.parallel import DistributedDataParallel
 
+import kernels_ext_npu
+from tests.distributed import models
+from tests.distributed.conftest import Made
 from tests.distributed.launching import TORCHRUN, launch
 from tests.distributed.processes import FailedOnRanksError, Processes
 
@@ -22,30 +27,21 @@ SHORT = 2  # for processes that are there
 
 TRAINING = f"""
 import softnpu
-import os, signal, sys, time, datetime
+import os, signal, datetime
 import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
-how, engine = sys.argv[1:]
 rank = int(os.environ["LOCAL_RANK"])
 torch.npu.set_device(rank)
 dist.init_process_group("hccl", timeout=datetime.timedelta(seconds={TIMEOUT}))
 model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).npu()
-model = DistributedDataParallel(model, device_ids=[rank]) if engine == "DDP" else fully_shard(model)
-optimizer = torch.optim.AdamW(model.parameters())
+optimizer = torch.optim.AdamW(fully_shard(model).parameters())
 try:
     for step in range(1000):
-        if step == 2:
-            if rank == 1:
-                os.write(1, b"rank 1: two steps are done\\n")
-                if how == "exit":
-                    os._exit(7)
-                if how == "SIGKILL":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if how == "hang":
-                    time.sleep(1000)
+        if step == 2 and rank == 1:
+            os.write(1, b"rank 1: two steps are done\\n")
+            os.kill(os.getpid(), signal.SIGKILL)
         model(torch.ones(2, 8, device="npu")).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -54,33 +50,22 @@ except RuntimeError as error:
     raise
 """
 
-# how it ended -> how torchrun names that, what the other rank says
-ENDS = {
-    "exit": ("exitcode  : 7", "by peer"),
-    "SIGKILL": ("Signal 9 (SIGKILL) received", "by peer"),
-    "hang": (f"Timed out waiting {TIMEOUT}000ms", f"Timed out waiting {TIMEOUT}000ms"),
-}
 
-
-@pytest.mark.parametrize(
-    ("how", "engine"),
-    [
-        ("SIGKILL", "FSDP2"),
-        pytest.param("exit", "DDP", marks=pytest.mark.long),
-        pytest.param("hang", "DDP", marks=pytest.mark.long),
-    ],
-)
-def test_the_others_end_with_a_message(how: str, engine: str, tmp_path: Path) -> None:
+def test_what_is_killed_under_torchrun_ends_the_others_with_a_message(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TRAINING)
-    command = (TORCHRUN, "--standalone", "--nproc-per-node", "2", "script.py", how, engine)
+    command = (TORCHRUN, "--standalone", "--nproc-per-node", "2", "script.py")
     run = launch(*command, directory=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    named, said = ENDS[how]
     assert run.code
     assert "rank 1: two steps are done" in run.output
-    assert named in run.output, run.output
+    assert "Signal 9 (SIGKILL) received" in run.output, run.output
     (line,) = [line for line in run.output.splitlines() if line.startswith("rank 0 ended")]
-    assert said in line  # the end of a process is seen by its connections, without waiting for the timeout
+    assert "by peer" in line  # the end of a process is seen by its connections, without waiting for the timeout
     assert run.left == []
+
+
+def go(how: str) -> None:
+    """End this process, or leave the others waiting."""
+    os._exit(7) if how == "exit" else time.sleep(1000)
 
 
 def train(how: str) -> None:
@@ -90,7 +75,7 @@ def train(how: str) -> None:
     model = DistributedDataParallel(nn.Linear(8, 8).to(device), device_ids=[device.index], process_group=group)
     for step in range(4):
         if step == 2 and dist.get_rank() == 1:
-            os._exit(7) if how == "exit" else time.sleep(1000)
+            go(how)
         try:
             model(torch.ones(2, 8, device=device)).sum().backward()
         except RuntimeError as error:
@@ -109,3 +94,47 @@ def test_a_process_that_waits_for_another_ends_with_a_message(
     first, second = str(failed.value).split("rank 1: ")
     assert second == other
     assert re.search(f"RuntimeError: step 2: .*{said}", first), first
+
+
+def train_on_parts(how: str, place: str, folder: Path) -> None:
+    """Train on parts of sequences; in the second step rank 1 is gone, and the others raise what they are told.
+
+    Args:
+        how: it goes.
+        place: where: in front of the second layer, or behind it on the way back.
+        folder: of the checkpoint.
+    """
+    device = torch.device("npu", dist.get_rank())
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=datetime.timedelta(seconds=SHORT)), "npu")
+    kernels_ext_npu.register(everywhere=True)
+    model = models.load(folder, device_map=device)
+    for step in range(3):
+        if step == 1 and dist.get_rank() == 1:
+            layer = model.model.layers[1]
+            hook = layer.register_forward_pre_hook if place == "forward" else layer.register_full_backward_pre_hook
+            hook(lambda *_: go(how))
+        ids = models.tokens(step).to(device)
+        positions = torch.arange(models.LENGTH, device=device).repeat(models.ROWS, 1)
+        try:
+            with context_parallel(mesh, buffers=[ids, positions], buffer_seq_dims=[1, 1]):
+                given = {"position_ids": positions, "labels": ids, "shift_labels": ids, "num_items_in_batch": 32}
+                model(ids, **given, use_cache=False).loss.backward()
+        except RuntimeError as error:
+            raise RuntimeError(f"step {step}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    ("how", "place", "others"),
+    [("exit", "forward", "by peer|Timed out waiting"), ("hang", "backward", f"Timed out waiting {SHORT}000ms")],
+)
+def test_all_that_share_sequences_with_a_process_that_is_gone_end_with_a_message(
+    how: str, place: str, others: str, four_ranks: Processes, checkpoints: Made
+) -> None:
+    """It says in which step, and its traceback in which message of which layer."""
+    with pytest.raises(FailedOnRanksError) as failed:
+        four_ranks.run(train_on_parts, how, place, checkpoints["Qwen3"])
+    reports = re.split(r"^rank \d: ", str(failed.value), flags=re.MULTILINE)[1:]
+    assert reports.pop(1).strip() == ("its process ended" if how == "exit" else "not done in time")
+    for report in reports:
+        assert re.search(f"RuntimeError: step 1: .*({others})", report), report
+        assert "shared_sequences.py" in report

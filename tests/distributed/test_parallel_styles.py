@@ -5,12 +5,9 @@ Styles for what no kernel serves, as embeddings, are not here. Linear layers are
 """
 
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -20,7 +17,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from transformers import AutoModelForCausalLM, DistributedConfig
 from transformers.distributed import expert_parallel, tensor_parallel
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
@@ -33,11 +29,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
-import kernels_ext_npu
 from tests.distributed import modules
 from tests.distributed.modules import SIZE, Along, Holder, Latent, normal
-from tests.distributed.parallel import assert_right, compare, mesh, whole
-from tests.support import zoo
+from tests.distributed.parallel import assert_right, compare, mesh
 from tests.support.norm_modules import instance
 
 pytestmark = pytest.mark.distributed
@@ -206,33 +200,3 @@ def test_the_kernel_runs_inside_and_nothing_changes(two_ranks, name, before) -> 
         assert {operator: calls.get(operator, 0) for operator in expected} == expected
         kept = {path: reason for path, (swapped, reason) in outcome["rows"].items() if not swapped}
         assert kept == ({"block.router": "no kernel computes what its forward computes"} if "biases" in name else {})
-
-
-def train_qwen3(folder: Path) -> dict[str, Any]:
-    """From tp_plan="auto": losses and the gradients of the norms of q and k, through every change of mode."""
-    kernels_ext_npu.register()
-    options: Any = {"use_kernels": True, "distributed_config": DistributedConfig(tp_plan="auto")}
-    model = AutoModelForCausalLM.from_pretrained(folder, **options)
-    ids = (torch.arange(18).reshape(2, 9) * 7 % 100).to(model.device)
-    norms = [name for name, _ in model.named_parameters() if "q_norm" in name or "k_norm" in name]
-    found = {}
-    for step, change in enumerate((model.train, model.eval, model.train, partial(kernels_ext_npu.restore, model))):
-        change()
-        model.zero_grad()
-        model(ids, labels=ids).loss.backward()
-        found[step] = {name: whole(model.get_parameter(name).grad) for name in norms}
-    kernels_ext_npu.unregister()
-    return found
-
-
-def test_gradients_of_a_model_survive_changes_of_mode(two_ranks, tmp_path) -> None:
-    """They were those of the heads of one rank where kernelize dropped what tensor parallelism had wrapped."""
-    model = zoo.build("qwen3").train()
-    model.save_pretrained(tmp_path)
-    ids = torch.arange(18).reshape(2, 9) * 7 % 100
-    model(ids, labels=ids).loss.backward()
-    for found in two_ranks.run(train_qwen3, tmp_path):
-        for gradients in found.values():
-            assert gradients
-            for name, gradient in gradients.items():
-                torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=0, atol=1e-5)

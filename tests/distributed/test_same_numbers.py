@@ -9,23 +9,10 @@ import torch
 
 from tests.distributed import comparing, matrix, models
 from tests.distributed.comparing import Compared
-from tests.distributed.matrix import ENGINES, Row
+from tests.distributed.matrix import ENGINES, FUSED, Row
 
 pytestmark = pytest.mark.distributed
 
-ATTENTION = {"npu_rms_norm", "npu_rotary_mul"}
-GROUPED = {"npu_moe_token_permute", "npu_grouped_matmul"}
-# what the forward of each model has to call
-FUSED = {
-    "Qwen3": ATTENTION | {"npu_swiglu"},
-    "Llama": ATTENTION | {"npu_swiglu"},
-    "Gemma 3": ATTENTION | {"npu_geglu"},
-    "Qwen3-MoE": ATTENTION | GROUPED | {"npu_swiglu"},
-    "gpt-oss": ATTENTION | GROUPED | {"npu_clipped_swiglu"},
-    "Qwen3-Next": ATTENTION | GROUPED | {"npu_swiglu"},
-    "Qwen3.5": ATTENTION | {"npu_swiglu"},
-    "Kimi Linear": GROUPED | {"npu_rms_norm", "npu_swiglu"},
-}
 KEPT = {"gpt-oss": {("GptOssTopKRouter", "no kernel computes what its forward computes")}}
 # Norms of keys and queries, which the backward computes again.
 COMPUTED_AGAIN = {"Qwen3-Next": 2, "Qwen3.5": 2, "Kimi Linear": 2}

@@ -35,11 +35,11 @@ def build(name: str) -> PreTrainedModel:
     return AutoModel.from_config(AutoConfig.for_model(model_type, **sizes)).eval()
 
 
-def difference(name: str, padding: int) -> float | str:
+def difference(name: str, padding: int, length: int = models.LENGTH) -> float | str:
     """Return how far the part of this device is from the whole on the CPU, or what is said in place of it."""
-    ids = models.tokens(0)
-    positions, mask = torch.arange(models.LENGTH).repeat(len(ids), 1), torch.ones_like(ids)
-    mask[:, models.LENGTH - padding :] = 0
+    ids = models.tokens(0)[:, :length].contiguous()
+    positions, mask = torch.arange(length).repeat(len(ids), 1), torch.ones_like(ids)
+    mask[:, length - padding :] = 0
     given = {"input_ids": ids, "position_ids": positions} | ({"attention_mask": mask} if padding else {})
     kernels_ext_npu.register(everywhere=True)
     try:
@@ -56,7 +56,7 @@ def difference(name: str, padding: int) -> float | str:
     finally:
         kernels_ext_npu.unregister()
     error = found - expected.gather(1, own.unsqueeze(-1).expand_as(found))
-    return error[own < models.LENGTH - padding].abs().max().item()
+    return error[own < length - padding].abs().max().item()
 
 
 @pytest.mark.parametrize("padding", [0, PADDING])
@@ -74,3 +74,11 @@ def test_chunks_that_hold_whole_rows_are_computed(two_ranks) -> None:
 def test_chunks_of_rows_are_refused(padding, two_ranks) -> None:
     for error in two_ranks.run(difference, "chunks", padding):
         assert "the kernel does not compute attention in chunks of 6 tokens" in error
+
+
+@pytest.mark.parametrize("length", [5, 7])
+@pytest.mark.parametrize("padding", [0, PADDING])
+@pytest.mark.parametrize("name", ["encoder", "decoder"])
+def test_parts_of_different_lengths_are_refused(name, padding, length, two_ranks) -> None:
+    for error in two_ranks.run(difference, name, padding, length=length, seconds=20):
+        assert "pad to a multiple of 4" in str(error), error

@@ -38,7 +38,8 @@ def assert_equal(found: Tensors, truth: Path) -> None:
     ("model", "attention", "options"),
     [
         ("Qwen3", NAME, {}),
-        ("Qwen3", None, {"packed": True}),
+        ("Qwen3", None, {"output_attentions": True}),  # torch computes, and transformers warns that it gets none
+        ("Qwen3", None, {"packed": True, "is_forward_called": True}),
         ("Qwen3", None, {"padding": 2}),
         ("Gemma 3", None, {"padding": 1}),  # ten tokens, of which each device has one block
         ("Qwen3-MoE", None, {}),
@@ -66,6 +67,12 @@ def test_context_parallelism(model, attention, options, two_ranks, checkpoints, 
             {"withheld": "shift_labels"},
             "Qwen3ForCausalLM: .* give the model shift_labels, too, and split",
         ),
+        (
+            "Qwen3",
+            None,
+            {"withheld": "shift_labels", "is_forward_called": True},
+            "Qwen3ForCausalLM: .* give the model shift_labels, too, and split",
+        ),
         ("gpt-oss", None, {"withheld": "position_ids"}, "give the model position_ids, and split them as a buffer"),
         (
             "Qwen3",
@@ -73,6 +80,7 @@ def test_context_parallelism(model, attention, options, two_ranks, checkpoints, 
             {"output_attentions": True},
             "Qwen3Attention: .* the kernel does not compute output_attentions",
         ),
+        ("gpt-oss", None, {"output_attentions": True}, "eager: torch's context_parallel exchanges keys"),
         ("Qwen3", None, {"attention_mask": MASK}, "Qwen3Attention: .* the kernel does not compute such a mask"),
         ("Qwen3", None, {"hole": True}, "padding between tokens of one sequence: pad in front of it or behind it"),
     ],
@@ -115,9 +123,23 @@ def test_devices_that_are_more_than_heads_of_a_recurrence_are_refused(eight_rank
         assert "8 devices, which cannot share 4 heads of a recurrence: let a divisor of these share a sequence" in error
 
 
-def test_parts_of_different_lengths_are_refused(four_ranks, checkpoints) -> None:
-    for error in four_ranks.run(splitting.error_of_step, "torch", checkpoints["Qwen3"], None, padding=1):
-        assert "which have parts of 3, 3, 3, 1 tokens: pad to a multiple of 8" in error
+@pytest.mark.parametrize(
+    ("reach", "gathers", "messages"),
+    [(None, True, 2), (3, True, 2), (None, False, 3)],
+    ids=["keys and values", "those of windows", "heads"],
+)
+def test_all_messages_of_a_layer_travel_before_one_is_waited_for(reach, gathers, messages, two_ranks) -> None:
+    for of_rank in two_ranks.run(splitting.messages_of_attention, reach, gathers):
+        for events in of_rank:
+            assert events[:messages] == ["sent"] * messages
+            assert set(events[messages:]) == {"taken"}
+
+
+@pytest.mark.parametrize(("length", "parts"), [(7, "2, 2, 2, 1"), (5, "2, 2, 1, 0"), (2, "1, 1, 0, 0")])
+def test_parts_of_different_lengths_are_refused(length, parts, four_ranks, checkpoints) -> None:
+    for model in ("Qwen3", "Qwen3-Next"):
+        for error in four_ranks.run(splitting.error_of_step, "torch", checkpoints[model], None, length=length):
+            assert f"which have parts of {parts} tokens: pad to a multiple of 8" in error
 
 
 def test_the_example_trains_on_four_devices_as_one_process_does(tmp_path) -> None:

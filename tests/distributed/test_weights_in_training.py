@@ -4,7 +4,6 @@ Gate and up are packed rightly, or not at all; gradients of adapters get into th
 views with ``gradient_as_bucket_view``. After some steps the weights are those of one process on the CPU.
 """
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
@@ -25,24 +24,21 @@ from kernels_ext_npu.measuring.costs import Cost
 from tests.distributed import engines, stack
 from tests.distributed.modules import normal
 from tests.distributed.parallel import assert_right, largest_difference, mesh, seeded
+from tests.integration.swaps.linear.test_adapted_layers import Attention
 
 pytestmark = pytest.mark.distributed
 SIZE, STEPS = 16, 3
 
 
 class Layer(nn.Module):
-    """Projections of one input, as transformers calls them, and one of what comes of them."""
+    """Projections of one input, and one of what comes of them, with a residual."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.q_proj, self.k_proj = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, 8, bias=False)
-        self.v_proj, self.o_proj = nn.Linear(SIZE, 8, bias=False), nn.Linear(SIZE, SIZE)
+        self.attention = Attention()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        query = self.q_proj(hidden_states).view(*hidden_states.shape[:-1], -1, 8)
-        key = self.k_proj(hidden_states).tanh()
-        value = self.v_proj(hidden_states)
-        return hidden_states + self.o_proj((query * (key + value).unsqueeze(-2)).flatten(-2))
+        return hidden_states + self.attention(hidden_states)
 
 
 def by_fsdp2(model: nn.Module) -> nn.Module:
@@ -115,11 +111,7 @@ def train(model: nn.Module, batches: list[Tensor]) -> None:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=2e-3, momentum=0.9)
     for _ in range(STEPS):
         for place, x in enumerate(batches):
-            is_last = place == len(batches) - 1
-            waits = isinstance(model, DistributedDataParallel) and not is_last
-            if isinstance(model, FSDPModule):
-                model.set_requires_gradient_sync(is_last)
-            with model.no_sync() if waits else contextlib.nullcontext():
+            with engines.accumulating(model, is_last=place == len(batches) - 1):
                 model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

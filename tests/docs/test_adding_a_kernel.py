@@ -17,6 +17,7 @@ from kernels_ext_npu.distribution.variants import left_out
 from tests.localhub import LocalHub
 from tests.support.forking import Forks
 
+pytestmark = pytest.mark.software  # the page counts
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "adding-a-kernel.md"
 BLOCK = re.compile(
@@ -121,8 +122,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
-    with LocalHub(tmp_path_factory.mktemp("hub")) as hub:
+def hub() -> Iterator[LocalHub]:
+    with LocalHub() as hub:
         yield hub
 
 
@@ -238,7 +239,7 @@ def test_it_is_verified_and_published(outputs, clone: Path, hub: LocalHub) -> No
     build = clone / "QuickGELU"
     expected = {p.relative_to(build).as_posix(): p.read_bytes() for p in (build / "build").rglob("*") if p.is_file()}
     expected |= {f"build/{path}": content for path, content in left_out(build).items()}
-    held = {path: hub.store.blob(file.sha256).read_bytes() for path, file in files.items()}
+    held = {path: hub.store.contents[file.sha256] for path, file in files.items()}
     assert held == {path: content for path, content in expected.items() if "__pycache__" not in path}
 
 

@@ -15,6 +15,7 @@ from tests.docs.test_recipes import EXAMPLES, FUSED, SCRIPTS, replaced
 from tests.support import checkpoints
 
 # what each prints that the other device has to print, too
+pytestmark = pytest.mark.software  # which counts what the scripts launch
 PRINTED = {
     "long_context.py": r"loss (\S+)",
     "continuous_batching.py": r"\? .*",

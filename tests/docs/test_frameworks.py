@@ -20,7 +20,7 @@ import torch
 
 from tests.support import checkpoints, pages
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.software]  # which counts what the recipes launch
 
 PAGE = pages.read(pages.DOCS / "recipes.md")
 ALL_SWAPPED = "9 of 9 norms, 2 of 2 gated MLPs, 2 of 2 rotary calls, 1 of 1 rotary tables"

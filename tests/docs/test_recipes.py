@@ -19,10 +19,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import checkpoints, pages
 
+pytestmark = pytest.mark.software  # which counts what the recipes launch
 EXAMPLES = pages.DOCS.parent / "examples"
 ENGLISH, CHINESE = (pages.read(pages.DOCS / name) for name in ("recipes.md", "recipes.zh.md"))
 TRAINING = ["Trainer", "TRL", "LoRA"]
 RECIPES = ["Inference", *TRAINING]
+PLAIN = " without kernels"
 # the sections of the page that have a script
 SCRIPTS = {
     "Inference": "inference.py",
@@ -149,11 +151,6 @@ class Workshop:
         return [json.loads((folder / "evidence.json").read_text()) for folder in folders]
 
 
-@pytest.fixture
-def workshop(tmp_path: Path, run_forked: Callable) -> Workshop:
-    return Workshop(tmp_path, run_forked)
-
-
 class Evidence(dict[str, dict[str, Any]]):
     """What scripts did, by their names, and the folder in which each has a folder."""
 
@@ -161,42 +158,41 @@ class Evidence(dict[str, dict[str, Any]]):
 
 
 @pytest.fixture
-def together(tmp_path_factory: pytest.TempPathFactory, worker_id: str, run_forked: Callable) -> Callable[..., Evidence]:
-    """Runs scripts in one process, which the first test that asks for them starts, whichever worker has it."""
+def recipes(tmp_path_factory: pytest.TempPathFactory, worker_id: str, run_forked: Callable) -> Evidence:
+    """What all scripts do, in one process, which the first test that asks starts, whichever worker has it."""
     base = tmp_path_factory.getbasetemp()
+    root = (base if worker_id == "master" else base.parent) / "recipes"
+    root.mkdir(exist_ok=True)
+    found = root / "found.json"
+    with (root / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not found.exists():
+            workshop, scripts = Workshop(root, run_forked), all_scripts()
+            did = workshop.run(*(workshop.folder(script, text) for script, text in scripts.items()))
+            found.write_text(json.dumps(dict(zip(scripts, did))))
+        evidence = Evidence(json.loads(found.read_text()))
+        evidence.root = root
+        return evidence
 
-    def run(name: str, scripts: dict[str, str]) -> Evidence:
-        root = (base if worker_id == "master" else base.parent) / name
-        root.mkdir(exist_ok=True)
-        found = root / "found.json"
-        with (root / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not found.exists():
-                workshop = Workshop(root, run_forked)
-                did = workshop.run(*(workshop.folder(script, text) for script, text in scripts.items()))
-                found.write_text(json.dumps(dict(zip(scripts, did))))
-            evidence = Evidence(json.loads(found.read_text()))
-            evidence.root = root
-            return evidence
 
-    return run
+@pytest.fixture
+def expected(recipes) -> dict[str, dict[str, Any]]:
+    """What the scripts do without kernels on the CPU."""
+    return {name.removesuffix(PLAIN): evidence for name, evidence in recipes.items() if name.endswith(PLAIN)}
+
+
+def all_scripts() -> dict[str, str]:
+    """Each as it is and in float32, both without kernels too, and the lines for frameworks."""
+    made = both_precisions({name: script(name) for name in RECIPES}) | linear_scripts()
+    plain = both_precisions({name: without_kernels(script(name)) for name in RECIPES})
+    plain |= {name: padded(script) for name, script in linear_scripts().items()}
+    theirs = "".join(line for line in made["LoRA in float32"].splitlines(True) if "kernels_ext_npu" not in line)
+    frameworks = {"frameworks": ENGLISH.code("ms-swift") + theirs}
+    return made | {f"{name}{PLAIN}": script for name, script in plain.items()} | frameworks
 
 
 def both_precisions(scripts: dict[str, str]) -> dict[str, str]:
     return scripts | {f"{name} in float32": in_float32(script) for name, script in scripts.items()}
-
-
-@pytest.fixture
-def expected(together) -> Evidence:
-    """What the scripts do without kernels on the CPU."""
-    plain = both_precisions({name: without_kernels(script(name)) for name in RECIPES})
-    return together("plain", plain | {name: padded(script) for name, script in linear_scripts().items()})
-
-
-@pytest.fixture
-def recipes(together) -> Evidence:
-    """What they do as they are."""
-    return together("recipes", both_precisions({name: script(name) for name in RECIPES}) | linear_scripts())
 
 
 def assert_swapped(found: dict[str, Any]) -> None:
@@ -265,13 +261,10 @@ def test_qwen35_trains_on_packed_rows_as_the_cpu_does_on_padded_ones(recipes, ex
 
 
 # ---- what the page says besides -------------------------------------------------------------------------------------
-def test_everywhere_takes_a_model_that_somebody_else_loads_and_adapts(workshop, expected) -> None:
+def test_everywhere_takes_a_model_that_somebody_else_loads_and_adapts(recipes, expected) -> None:
     """The two lines for frameworks, before the recipe of LoRA without its own."""
-    recipe = in_float32(script("LoRA"))
-    theirs = "".join(line for line in recipe.splitlines(True) if "kernels_ext_npu" not in line)
-    (found,) = workshop.run(workshop.folder("plugin", ENGLISH.code("ms-swift") + theirs))
-    assert_swapped(found)
-    assert_same(found, expected["LoRA in float32"], 1e-5)
+    assert_swapped(recipes["frameworks"])
+    assert_same(recipes["frameworks"], expected["LoRA in float32"], 1e-5)
 
 
 PITFALLS = """
@@ -334,8 +327,8 @@ for each in (trainer.model, trainer.ref_model):
 """
 
 
-def test_the_pitfalls_are_as_the_page_says(workshop, run_forked) -> None:
-    folder = workshop.folder("pitfalls", "")
+def test_the_pitfalls_are_as_the_page_says(tmp_path, run_forked) -> None:
+    folder = Workshop(tmp_path, run_forked).folder("pitfalls", "")
     out = run_forked(PITFALLS, directory=folder).stdout.splitlines()
     lines = [line.removeprefix("found: ") for line in out if line.startswith("found: ")]
     scaler = "TypeError: Adam.step() got an unexpected keyword argument 'grad_scaler'"

@@ -68,12 +68,15 @@ def index_scores(q: Tensor, k: Tensor, w: Tensor, scale: float) -> Tensor:
 
 def assert_chosen(found: Tensor, scores: Tensor, seen: Tensor, count: int) -> None:
     """Among the keys that a query sees are those with the highest scores; there are as many as there can be."""
+    found = found.cpu()
     assert found.dtype == torch.int32
     assert found.shape == (*scores.shape[:2], count)
     scores = scores.masked_fill(~seen[:, 0], -torch.inf)
     wanted = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(count).indices, True) & seen[:, 0]
-    got = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, found.cpu().long(), True) & seen[:, 0]
+    got = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, found.long(), True) & seen[:, 0]
     assert torch.equal(got, wanted)
+    chosen_and_seen = seen[:, 0].expand(scores.shape).gather(-1, found.long())
+    assert torch.equal(chosen_and_seen.sum(-1), got.sum(-1))  # none of them twice
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -92,6 +95,111 @@ def test_an_operator_chooses_the_same_keys(kernel: ModuleType, npu_counters, nam
     found = kernel.top_k_keys(*(t.npu() for t in (q, k, w.float())), mask, COUNT, 0.3)
     assert_chosen(found, index_scores(q, k, w, 0.3), seen, COUNT)
     assert ("npu_lightning_indexer" in npu_counters()) == (name == "causal")
+
+
+PROMPTS = {
+    "nothing is padding": torch.ones(BATCH, KEYS, dtype=torch.bool),
+    "padding before": PADDING,
+    "padding behind": PADDING.flip(-1),
+    "more padding behind": torch.arange(KEYS) < torch.tensor([[KEYS], [3]]),
+    "a gap": PADDING.roll(3, -1),
+    "padding on both sides": torch.stack((PADDING[0], PADDING[0].flip(-1))),
+    "one has a token alone": torch.arange(KEYS) >= torch.tensor([[KEYS - 1], [0]]),
+}
+
+
+@pytest.mark.parametrize("count", [COUNT, 10])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_an_operator_chooses_among_the_tokens_of_a_prompt(kernel: ModuleType, npu_counters, name: str, count: int):
+    """Where padding stands before them all or behind them all; else in torch."""
+    mask = kernel.attention_mask(BATCH, KEYS, KEYS, attention_mask=PROMPTS[name].npu(), device="npu")
+    seen = torch.ones(KEYS, KEYS, dtype=torch.bool).tril() & PROMPTS[name][:, None, None]
+    q, k, w = drawn((BATCH, KEYS, 16, 128), (BATCH, KEYS, 128), (BATCH, KEYS, 16), dtype=torch.bfloat16)
+    found = [kernel.top_k_keys(*(t.npu() for t in (q, k, w.float())), mask, count, 0.3) for _ in range(2)]
+    for each in found:
+        assert_chosen(each, index_scores(q, k, w, 0.3), seen, count)
+    launched = 4 if "padding behind" in name else 0 if name in ("a gap", "padding on both sides") else 2
+    assert npu_counters().get("npu_lightning_indexer", 0) == launched
+    assert npu_counters()["stream_syncs"] == 1 + 2  # of padding, and of both results
+
+
+def test_parts_of_a_prompt_are_as_free_of_padding_as_the_whole(kernel: ModuleType, npu_counters) -> None:
+    kept = torch.ones(BATCH, KEYS, dtype=torch.bool, device="npu")
+    mask = kernel.attention_mask(BATCH, KEYS, KEYS, attention_mask=kept, device="npu").part(4, 11)
+    q, k, w = drawn((BATCH, 7, 16, 128), (BATCH, 11, 128), (BATCH, 7, 16), dtype=torch.bfloat16)
+    found = kernel.top_k_keys(*(t.npu() for t in (q, k, w.float())), mask, COUNT)
+    seen = torch.ones(BATCH, 1, 7, 11, dtype=torch.bool).tril(4)
+    assert_chosen(found, index_scores(q, k, w, 1.0), seen, COUNT)
+    assert npu_counters()["npu_lightning_indexer"] == 1
+
+
+def test_a_graph_of_a_padded_prompt_reads_nothing(kernel: ModuleType) -> None:
+    mask = kernel.attention_mask(BATCH, KEYS, KEYS, attention_mask=PADDING.npu(), device="npu")
+    seen = torch.ones(KEYS, KEYS, dtype=torch.bool).tril() & PADDING[:, None, None]
+    q, k, w = drawn((BATCH, KEYS, 16, 128), (BATCH, KEYS, 128), (BATCH, KEYS, 16), dtype=torch.bfloat16)
+    given, graph = [t.npu() for t in (q, k, w.float())], torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        found = kernel.top_k_keys(*given, mask, COUNT)
+    graph.replay()
+    assert_chosen(found, index_scores(q, k, w, 1.0), seen, COUNT)
+
+
+def test_an_operator_chooses_within_packed_sequences(kernel: ModuleType, npu_counters) -> None:
+    ids = torch.tensor([[0] * 3 + [1] * 10, [0] * 12 + [1]])
+    both = masking_utils.and_masks(
+        masking_utils.causal_mask_function, masking_utils.packed_sequence_mask_function(ids.npu())
+    )
+    mask = kernel.attention_mask(BATCH, KEYS, KEYS, mask_function=both, device="npu")
+    seen = (torch.ones(KEYS, KEYS, dtype=torch.bool).tril() & (ids[:, :, None] == ids[:, None])).unsqueeze(1)
+    q, k, w = drawn((BATCH, KEYS, 16, 128), (BATCH, KEYS, 128), (BATCH, KEYS, 16), dtype=torch.bfloat16)
+    found = kernel.top_k_keys(*(t.npu() for t in (q, k, w.float())), mask, COUNT)
+    assert_chosen(found, index_scores(q, k, w, 1.0), seen, COUNT)
+    assert npu_counters()["npu_lightning_indexer"] == 1
+
+
+@pytest.mark.parametrize("name", ["padded", "in a static cache", "bool", "of three dimensions", "added", "sees none"])
+def test_an_operator_chooses_for_one_query_among_any_keys(kernel: ModuleType, npu_counters, name: str) -> None:
+    """The host waits for nothing but the result."""
+    seen = torch.rand(BATCH, 1, 1, KEYS, generator=torch.Generator().manual_seed(3)) < 0.6
+    if name == "padded":
+        mask = kernel.attention_mask(BATCH, 1, KEYS, KEYS - 1, attention_mask=seen[:, 0, 0].npu(), device="npu")
+    elif name == "in a static cache":
+        offset = torch.tensor(8).npu()
+        mask = kernel.attention_mask(BATCH, 1, KEYS, offset, attention_mask=seen[:, 0, 0, :9].npu(), device="npu")
+        seen[..., 9:] = False
+    else:
+        seen &= torch.tensor([name != "sees none", True]).view(-1, 1, 1, 1)
+        floating = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+        mask = {"of three dimensions": seen[:, 0], "added": floating}.get(name, seen).npu()
+    q, k, w = drawn((BATCH, 1, 16, 128), (BATCH, KEYS, 128), (BATCH, 1, 16), dtype=torch.bfloat16)
+    k, w = torch.where(seen.view(BATCH, KEYS, 1), k, 8 * k), w.abs()  # what it does not see has the highest scores
+    given = [t.npu() for t in (q, k, w.float())]
+    before = npu_counters().get("stream_syncs", 0)
+    found = kernel.top_k_keys(*given, mask, COUNT)
+    assert npu_counters().get("stream_syncs", 0) == before
+    assert_chosen(found, index_scores(q, k, w, 1.0), seen, COUNT)
+    assert ("npu_lightning_indexer" in npu_counters()) == (name != "added")
+
+
+def test_autocast_rounds_what_it_is_given_and_nothing_else(kernel: ModuleType, npu_counters) -> None:
+    mask, seen = masks(kernel)["causal"]
+    q, k, w = drawn((BATCH, QUERIES, 16, 128), (BATCH, KEYS, 128), (BATCH, QUERIES, 16))
+    with torch.autocast("npu", torch.bfloat16):
+        found = kernel.top_k_keys(*(t.npu() for t in (q, k, w)), mask, COUNT)
+    assert_chosen(found, index_scores(q.bfloat16(), k.bfloat16(), w, 1.0), seen, COUNT)
+    assert npu_counters()["npu_lightning_indexer"] == 1
+    given = drawn((BATCH, QUERIES, 3, 24), (BATCH, KEYS, 16), (BATCH, KEYS, 8), (3,))
+    indices = torch.arange(COUNT).int().expand(BATCH, QUERIES, -1).npu()
+    results = []
+    for is_cast in (True, False):
+        leaves = [t.npu().requires_grad_() for t in given]
+        with torch.autocast("npu", torch.bfloat16, enabled=is_cast):
+            tensors = leaves[:3] if is_cast else [t.bfloat16() for t in leaves[:3]]
+            out = kernel.attend_chosen(*tensors, indices, mask, 0.2, leaves[3])
+            (out * torch.arange(16, device="npu")).sum().backward()
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    assert [t.dtype for t in results[0]] == [torch.bfloat16] + 4 * [torch.float32]
+    assert all(map(torch.equal, *results))
 
 
 def test_rows_that_see_fewer_keys_get_others_that_they_do_not_see(kernel: ModuleType) -> None:

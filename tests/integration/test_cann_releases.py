@@ -36,54 +36,44 @@ def kernelized(model_type: str, dtype: torch.dtype = torch.float32, **sizes: int
     return kernels_ext_npu.kernelize(AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to("npu"))
 
 
-def reasons(model: PreTrainedModel, kernel: str) -> dict[tuple[int, int], str | None]:
-    """What the report says of the first row of a kernel, by release."""
+Said = dict[tuple[int, int], str]  # by release; of others nothing
+ROUTED = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2}
+DEEPSEEKS = {"n_routed_experts": 256, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
+FEW = {"num_experts": 4, "num_experts_per_tok": 2}
+NARROW = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+MIXED = {(8, 2): EXPERTS, (8, 3): CHOSEN.format(8.3), (8, 5): CHOSEN.format(8.5)}
+IN_A_ROW = {(8, 2): ROTATED.replace("8.3", "8.2"), (8, 3): ROTATED, (8, 5): ROTATED_IN_8_5}
+F32, BF16 = torch.float32, torch.bfloat16
+# type, dtype and sizes of a model, a kernel, and what is said of it, in inference and in training
+CASES: dict[str, tuple[str, torch.dtype, dict[str, int], str, Said, Said]] = {
+    "router of another shape": ("deepseek_v3", F32, ROUTED, "SigmoidTopKRouter", {(8, 2): ROUTING}, {(8, 2): ROUTING}),
+    "DeepSeek's own router": ("deepseek_v3", F32, DEEPSEEKS, "SigmoidTopKRouter", {}, {(8, 2): TRAINING}),
+    "experts": ("qwen3_moe", BF16, FEW, "MoEExperts", {}, {(8, 2): EXPERTS}),
+    "experts in float32": ("qwen3_moe", F32, FEW, "MoEExperts", {}, {(8, 2): EXPERTS_IN_FLOAT32}),
+    "experts and router in float32": ("deepseek_v3", F32, ROUTED, "MoEExperts", {}, {(8, 2): EXPERTS_IN_FLOAT32}),
+    "experts of a router in float32": ("deepseek_v3", BF16, ROUTED, "MoEExperts", {}, MIXED),
+    "norms around zero": ("gemma", BF16, NARROW, "RMSNormZeroCentered", {}, {(8, 2): NORMS}),
+    "norms around zero in float32": ("gemma", F32, NARROW, "RMSNormZeroCentered", {}, {}),
+    "many heads": ("qwen3", F32, WIDE, "RotaryPosEmb", IN_A_ROW, IN_A_ROW),
+    "fewer heads": ("qwen3", F32, WIDE | {"num_attention_heads": 40}, "RotaryPosEmb", {}, {}),
+}
+
+
+def said(model: PreTrainedModel, kernel: str) -> Said:
+    """Return what the report says of the first row of a kernel."""
     row, *_ = [row for row in kernels_ext_npu.report(model) if row.kernel == kernel]
-    return {release: release_limits.reason(row, model, release) for release in RELEASES}
+    found = {release: release_limits.reason(row, model, release) for release in RELEASES}
+    return {release: reason for release, reason in found.items() if reason is not None}
 
 
-def test_a_router_of_another_shape_than_deepseeks_is_told_the_release_that_takes_it(registered) -> None:
-    found = reasons(kernelized("deepseek_v3", n_routed_experts=16, n_group=4, topk_group=2), "SigmoidTopKRouter")
-    assert found == {release: ROUTING if release == (8, 2) else None for release in RELEASES}
-
-
-def test_deepseeks_own_router_is_told_so_in_training_alone(registered) -> None:
-    sizes = {"n_routed_experts": 256, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
-    model = kernelized("deepseek_v3", **sizes)
-    assert set(reasons(model, "SigmoidTopKRouter").values()) == {None}
-    found = reasons(kernels_ext_npu.kernelize(model.train()), "SigmoidTopKRouter")
-    assert found == {release: TRAINING if release == (8, 2) else None for release in RELEASES}
-
-
-@pytest.mark.parametrize(("dtype", "said"), [(torch.bfloat16, EXPERTS), (torch.float32, EXPERTS_IN_FLOAT32)])
-def test_trained_experts_are_told_the_release_that_sums_in_their_dtype(registered, dtype, said) -> None:
-    model = kernelized("qwen3_moe", dtype, num_experts=4, num_experts_per_tok=2)
-    assert set(reasons(model, "MoEExperts").values()) == {None}
-    found = reasons(kernels_ext_npu.kernelize(model.train()), "MoEExperts")
-    assert found == {release: said if release == (8, 2) else None for release in RELEASES}
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    assert set(reasons(model, "MoEExperts").values()) == {None}
-
-
-def test_trained_experts_of_a_router_in_float32_are_told_the_release_that_mixes_dtypes(registered) -> None:
-    model = kernelized("deepseek_v3", torch.bfloat16, n_routed_experts=16, n_group=4, topk_group=2)
-    found = reasons(kernels_ext_npu.kernelize(model.train()), "MoEExperts")
-    assert list(found.values()) == [EXPERTS, CHOSEN.format(8.3), CHOSEN.format(8.5), None, None]
-
-
-@pytest.mark.parametrize(("dtype", "said"), [(torch.bfloat16, NORMS), (torch.float32, None)])
-def test_trained_norms_around_zero_are_told_the_release_that_mixes_dtypes(registered, dtype, said) -> None:
-    model = kernelized("gemma", dtype, num_attention_heads=4, num_key_value_heads=4, head_dim=16)
-    assert set(reasons(model, "RMSNormZeroCentered").values()) == {None}
-    found = reasons(kernels_ext_npu.kernelize(model.train()), "RMSNormZeroCentered")
-    assert found == {release: said if release == (8, 2) else None for release in RELEASES}
-
-
-def test_many_heads_are_told_the_release_that_rotates_them_together(registered) -> None:
-    found = reasons(kernelized("qwen3", **WIDE), "RotaryPosEmb")
-    assert (found[8, 3], found[8, 5], found[9, 0], found[9, 1]) == (ROTATED, ROTATED_IN_8_5, None, None)
-    assert set(reasons(kernelized("qwen3", **WIDE | {"num_attention_heads": 40}), "RotaryPosEmb").values()) == {None}
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_release_does_not_take_is_told_with_the_release_that_takes_it(registered, case: str) -> None:
+    model_type, dtype, sizes, kernel, in_inference, in_training = CASES[case]
+    model = kernelized(model_type, dtype, **sizes)
+    assert said(model, kernel) == in_inference
+    assert said(kernels_ext_npu.kernelize(model.train()), kernel) == in_training
+    if model_type == "qwen3_moe":
+        assert said(model.requires_grad_(False), kernel) == in_inference
 
 
 def test_the_report_is_about_this_release(registered, monkeypatch) -> None:

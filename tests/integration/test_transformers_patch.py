@@ -79,9 +79,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHub]:
+def hub() -> Iterator[LocalHub]:
     """With the repositories of the project."""
-    with LocalHub(tmp_path_factory.mktemp("hub")) as hub, pytest.MonkeyPatch.context() as monkeypatch:
+    with LocalHub() as hub, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_TOKEN", "hf_of_the_tests")
         for name in REPOSITORIES:
@@ -117,7 +117,7 @@ def test_models_run_the_kernels_without_this_package(run_patched, hub: LocalHub,
         "nanochat": {},
         "llama-gelu": {"LlamaRMSNorm": norm} | rotation,
         "qwen3-gelu": {"Qwen3RMSNorm": norm} | rotation,
-        "qwen3_next": {"Qwen3NextRMSNorm": "RMSNormZeroCentered", "Qwen3NextRMSNormGated": "RMSNormGated"},
+        "qwen3_next": {"Qwen3NextRMSNorm": "RMSNormZeroCentered", "Qwen3NextRMSNormGated": "RMSNormGatedCastLast"},
     }
     assert {name: result["training"] for name, result in answer["models"].items()} == models
     assert answer["kernels"] == ["fused-moe", "rmsnorm", "rope", "swiglu"]
@@ -199,7 +199,7 @@ def test_no_mark_gives_a_class_or_function_a_kernel_that_computes_something_else
     found = json.loads(run_patched(EVERY_MARK, str(ROOT / "integration")))
     assert found == {
         "RMSNorm": ["RMSNorm", "RMSNormCastLast"],
-        "RMSNormGated": ["RMSNormGated"],
+        "RMSNormGated": ["RMSNormGated", "RMSNormGatedCastLast"],
         "RMSNormZeroCentered": ["RMSNormZeroCentered"],
         "SiLUGatedMLP": ["SwiGLUMLP"],
         "FusedSiLUGatedMLP": ["FusedSwiGLUMLP"],

@@ -1,6 +1,6 @@
 """Play a Hub on loopback for tests: the HTTP interface of huggingface.co for kernel repositories.
 
-`with LocalHub(folder) as hub:` serves it at `hub.url`; `python -m tests.localhub` does so for a while by hand.
+`with LocalHub() as hub:` serves it at `hub.url`.
 """
 
 from .faults import Fault

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from . import content, repositories
 from .faults import REGISTRY
 from .shared import Hub, check_token, hub_of, parameter, token_of
-from .store import KINDS, HubError
+from .store import HubError
 
 
 def create_app(hub: Hub) -> Callable:
@@ -58,7 +58,7 @@ async def whoami(request: Request) -> Response:
 async def organisation(request: Request) -> Response:
     """Describe an organisation, of those that own a repository or are trusted."""
     hub, name = hub_of(request), parameter(request, "organisation")
-    owns = any((hub.store.root / kind / name).is_dir() for kind in KINDS) and name not in ("", ".", "..")
+    owns = any(repo_id.partition("/")[0] == name for _, repo_id in hub.store.repositories)
     if not owns and name not in hub.settings.trusted:
         raise HubError(404, "This organization does not exist")
     trusted = name in hub.settings.trusted

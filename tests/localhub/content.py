@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from .repositories import REPOSITORY
@@ -97,7 +97,7 @@ def change(store: Store, key: str, value: dict[str, Any]) -> tuple[str, str, Fil
 
 # ---- downloading -----------------------------------------------------------------------------------------------------
 async def resolve(request: Request) -> Response:
-    """Send the content of a file, or a range of it."""
+    """Send the content of a file, or its end."""
     repository = repository_of(request)
     commit = repository.commit(parameter(request, "revision"))
     path = parameter(request, "path")
@@ -105,8 +105,12 @@ async def resolve(request: Request) -> Response:
     if file is None:
         raise entry_not_found(path, commit)
     headers = {"ETag": f'"{file.git_id}"', "X-Repo-Commit": commit.id}
-    blob = hub_of(request).store.blob(file.sha256)
-    return FileResponse(blob, headers=headers, media_type="application/octet-stream")
+    content, status = hub_of(request).store.contents[file.sha256], 200
+    if "range" in request.headers:  # of a download that goes on
+        start = int(request.headers["range"].removeprefix("bytes=").rstrip("-"))
+        headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        content, status = content[start:], 206
+    return Response(content, status, headers, "application/octet-stream")
 
 
 ROUTES = [

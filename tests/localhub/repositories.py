@@ -17,7 +17,7 @@ async def create(request: Request) -> Response:
         raise HubError(403, f"You don't have the rights to create a {kind[:-1]} under this namespace")
     described = {"url": url_of(request, kind, repo_id), "name": repo_id, "id": repo_id}
     try:
-        hub.store.create(kind, repo_id, asked.get("visibility") == "private")
+        hub.store.create(kind, repo_id)
     except HubError as error:
         if error.status != 409:
             raise
@@ -34,7 +34,7 @@ async def info(request: Request) -> Response:
         "author": repository.id.partition("/")[0],
         "sha": commit.id,
         "lastModified": commit.date,
-        "private": repository.private,
+        "private": False,
         "gated": False,
         "disabled": False,
         "downloads": 0,

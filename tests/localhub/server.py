@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import functools
 import socket
 import threading
@@ -34,20 +33,18 @@ async def with_transport(app: Callable, transport: asyncio.Transport, scope: dic
 
 
 class LocalHub:
-    """Serve a Hub at `url` that keeps its repositories in the folder `root`; a context manager, or `start` and `stop`.
+    """Serve a Hub at `url`; a context manager, or `start` and `stop`.
 
-    `settings`, `store`, `faults` and `requests`, the log, may be used while it runs. What `root` holds outlives it; one
-    server at a time can have it.
+    `settings`, `store`, `faults` and `requests`, the log, may be used while it runs.
     """
 
-    def __init__(self, root: Path, port: int = 0) -> None:
-        self.root = Path(root)
+    def __init__(self) -> None:
         self.settings = Settings()
-        self.store = Store(self.root)
+        self.store = Store()
         self.faults = Faults()
         app = FaultyApp(create_app(Hub(self.store, self.settings, self.faults)), self.faults, self._go_away)
         self._config = uvicorn.Config(app, http=Protocol, ws="none", lifespan="off", log_config=None, log_level="error")
-        self._address = "127.0.0.1", port
+        self._address = "127.0.0.1", 0
 
     @property
     def url(self) -> str:
@@ -64,12 +61,6 @@ class LocalHub:
         self.stop()
 
     def start(self) -> LocalHub:
-        self.root.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.root / "lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RuntimeError(f"another server has {self.root}") from None
         # bound but not listening: nobody else gets the port while nobody listens
         self._reserved = self._bound()
         self._address = self._reserved.getsockname()
@@ -83,7 +74,6 @@ class LocalHub:
         self._loop.call_soon_threadsafe(self._stop)
         self._thread.join()
         self._reserved.close()
-        self._lock.close()
 
     def environment(self, home: Path) -> dict[str, str]:
         """Return the environment of processes whose Hub this is: with a token, and with their caches in `home`."""
@@ -99,8 +89,8 @@ class LocalHub:
 
     def publish(self, repo_id: str, files: dict[str, bytes], branch: str = "v1") -> str:
         """Commit files to a branch of a kernel repository, which are made if they are not there; return the commit."""
-        known = (self.root / "kernels" / repo_id).exists()
-        repository = self.store.get("kernels", repo_id) if known else self.store.create("kernels", repo_id)
+        known = self.store.repositories.get(("kernels", repo_id))
+        repository = known or self.store.create("kernels", repo_id)
         if branch not in repository.refs()["branches"]:
             repository.create_branch(branch, "main")
         changes = [("add", path, self.store.add_file(content)) for path, content in files.items()]

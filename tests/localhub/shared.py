@@ -11,7 +11,7 @@ from .store import HubError, Repository, Store
 
 @dataclass
 class Settings:
-    """Set how the Hub behaves, until it is stopped: the folder does not hold it.
+    """Set how the Hub behaves.
 
     - trusted: the organisations whose overview says that they are trusted publishers of kernels
     - token: the one that is required for writing; None accepts any, and none at all
@@ -44,10 +44,7 @@ def parameter(request: Request, name: str, default: str | None = None) -> str:
 
 def repository_of(request: Request) -> Repository:
     repo_id = f"{parameter(request, 'organisation')}/{parameter(request, 'name')}"
-    repository = hub_of(request).store.get(parameter(request, "kind", "models"), repo_id)
-    if repository.private and token_of(request) is None:
-        raise HubError(401, "Repository not found", "RepoNotFound")
-    return repository
+    return hub_of(request).store.get(parameter(request, "kind", "models"), repo_id)
 
 
 def url_of(request: Request, kind: str, repo_id: str) -> str:

@@ -1,28 +1,16 @@
-"""Keep repositories in a folder: blobs by their hash, commits with their parents, and one file of references.
-
-    blobs/<sha256>                           the content of all repositories
-    kernels/<organisation>/<name>/
-        repository.json                      {"private": false}
-        commits/<id>.json                    title, parents, and every file of the tree
-        refs.json                            {"branches": {}, "pulls": {}}, replaced in one step
-
-A commit becomes visible when `refs.json` is replaced, so a server that is killed leaves the old state or the new one.
-"""
+"""Keep repositories in memory: contents by their hash, commits with their parents, and references."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
-import os
 import re
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
-from pathlib import Path
 
 KINDS = ("kernels", "models")
 GITATTRIBUTES = "".join(
@@ -55,91 +43,62 @@ class Commit:
     files: dict[str, File]
 
 
-def git_id(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
-def write(path: Path, content: bytes) -> None:
-    """Write a file in one step: other readers see all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    os.replace(temporary, path)
-
-
 class Store:
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.lock = threading.RLock()
+    """Hold all repositories, and their contents by the sha256."""
 
-    def create(self, kind: str, repo_id: str, private: bool = False) -> Repository:
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.contents: dict[str, bytes] = {}
+        self.repositories: dict[tuple[str, str], Repository] = {}
+
+    def create(self, kind: str, repo_id: str) -> Repository:
         if kind not in KINDS or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", repo_id):
             raise HubError(400, f"no repository can be called {kind}/{repo_id}")
         with self.lock:
-            repository = Repository(self, kind, repo_id)
-            if repository.folder.exists():
+            if (kind, repo_id) in self.repositories:
                 raise HubError(409, "You already created this repo")
-            first = repository.add_commit([], "initial commit", "", repository.changed({}, [file_at_first(self)]))
-            write(repository.folder / "repository.json", json.dumps({"private": private}).encode())
-            repository.write_refs({"branches": {"main": first.id}, "pulls": {}})
-            return repository
+            return self.repositories.setdefault((kind, repo_id), Repository(self, kind, repo_id))
 
     def get(self, kind: str, repo_id: str) -> Repository:
-        repository = Repository(self, kind, repo_id)
-        if ".." in repo_id or not (repository.folder / "refs.json").is_file():
-            raise HubError(404, "Repository not found", "RepoNotFound")
-        return repository
+        with self.lock:
+            if (kind, repo_id) not in self.repositories:
+                raise HubError(404, "Repository not found", "RepoNotFound")
+            return self.repositories[kind, repo_id]
 
     def delete(self, kind: str, repo_id: str) -> None:
         with self.lock:
-            shutil.rmtree(self.get(kind, repo_id).folder)
-
-    def blob(self, sha256: str) -> Path:
-        return self.root / "blobs" / sha256
-
-    def has_blob(self, sha256: str) -> bool:
-        return re.fullmatch("[0-9a-f]{64}", sha256) is not None and self.blob(sha256).is_file()
-
-    def add_blob(self, content: bytes) -> str:
-        sha256 = hashlib.sha256(content).hexdigest()
-        if not self.has_blob(sha256):
-            write(self.blob(sha256), content)
-        return sha256
+            del self.repositories[kind, repo_id]
 
     def add_file(self, content: bytes) -> File:
-        return File(git_id(content), self.add_blob(content), len(content))
-
-
-def file_at_first(store: Store) -> tuple[str, str, File]:
-    """Make what the Hub puts into a repository that it creates."""
-    return "add", ".gitattributes", store.add_file(GITATTRIBUTES.encode())
+        file = File(
+            hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest(),
+            hashlib.sha256(content).hexdigest(),
+            len(content),
+        )
+        self.contents.setdefault(file.sha256, content)
+        return file
 
 
 class Repository:
+    """Hold the commits of a repository, by their ids, and those of its `branches` and `pulls`, by their names."""
+
     def __init__(self, store: Store, kind: str, repo_id: str) -> None:
         self.store, self.kind, self.id = store, kind, repo_id
-        self.folder = store.root / kind / repo_id
-
-    @property
-    def private(self) -> bool:
-        return json.loads((self.folder / "repository.json").read_text())["private"]
+        self._commits: dict[str, Commit] = {}
+        first = self._add_commit([], "initial commit", "", {".gitattributes": store.add_file(GITATTRIBUTES.encode())})
+        self._refs: dict[str, dict[str, str]] = {"branches": {"main": first.id}, "pulls": {}}
 
     # ---- references --------------------------------------------------------------------------------------------------
     def refs(self) -> dict[str, dict[str, str]]:
-        """Read the commits of `branches` and `pulls`, by name."""
-        return json.loads((self.folder / "refs.json").read_text())
-
-    def write_refs(self, refs: dict[str, dict[str, str]]) -> None:
-        write(self.folder / "refs.json", json.dumps(refs, indent=1).encode())
+        return copy.deepcopy(self._refs)
 
     @contextlib.contextmanager
     def edited_refs(self) -> Iterator[dict[str, dict[str, str]]]:
-        """Read the references and replace them, under the lock; they stay as they were where the block raises."""
+        """Replace the references, under the lock; they stay as they were where the block raises."""
         with self.store.lock:
             refs = self.refs()
             yield refs
-            self.write_refs(refs)
+            self._refs = refs
 
     def create_branch(self, name: str, start: str) -> None:
         if name.startswith("refs/"):
@@ -160,12 +119,10 @@ class Repository:
     def commit(self, revision: str) -> Commit:
         """Find the commit of a branch, `refs/pr/N` or the id of a commit."""
         group, name = self.place_of(revision)
-        found = self.refs()[group].get(name) or revision
-        path = self.folder / "commits" / f"{found}.json"
-        if not re.fullmatch("[0-9a-f]{40}", found) or not path.is_file():
+        found = self._refs[group].get(name, revision)
+        if found not in self._commits:
             raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-        fields = json.loads(path.read_text())
-        return Commit(**fields | {"files": {name: File(**file) for name, file in fields["files"].items()}})
+        return self._commits[found]
 
     @staticmethod
     def place_of(revision: str) -> tuple[str, str]:
@@ -180,13 +137,6 @@ class Repository:
         while commits[-1].parents:
             commits.append(self.commit(commits[-1].parents[0]))
         return commits
-
-    def add_commit(self, parents: list[str], title: str, message: str, files: dict[str, File]) -> Commit:
-        date = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        fields = asdict(Commit("", parents, title, message, date, dict(sorted(files.items()))))
-        fields["id"] = hashlib.sha1(json.dumps(fields).encode()).hexdigest()
-        write(self.folder / "commits" / f"{fields['id']}.json", json.dumps(fields).encode())
-        return Commit(fields["id"], parents, title, message, date, files)
 
     def add(
         self,
@@ -213,12 +163,19 @@ class Repository:
                     raise HubError(400, f"{revision} is no branch")
                 if parent is not None and parent != head.id:
                     raise HubError(412, "A commit has happened since. Please refresh and try again.")
-            commit = self.add_commit([head.id], title, message, self.changed(head.files, changes))
+            commit = self._add_commit([head.id], title, message, self._changed(head.files, changes))
             refs[group][name] = commit.id
         return commit, name if pull_request else None
 
+    def _add_commit(self, parents: list[str], title: str, message: str, files: dict[str, File]) -> Commit:
+        date = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        commit = Commit("", parents, title, message, date, dict(sorted(files.items())))
+        commit = replace(commit, id=hashlib.sha1(json.dumps(asdict(commit)).encode()).hexdigest())
+        self._commits[commit.id] = commit
+        return commit
+
     @staticmethod
-    def changed(files: dict[str, File], changes: list[tuple[str, str, File | None]]) -> dict[str, File]:
+    def _changed(files: dict[str, File], changes: list[tuple[str, str, File | None]]) -> dict[str, File]:
         changed = dict(files)
         for action, path, file in changes:
             if not path or any(part in ("", ".", "..", ".git") for part in path.rstrip("/").split("/")):

@@ -15,6 +15,7 @@ LAYERS = [
     "RMSNormWeightless",
     "T5LayerNorm",
     "RMSNormGated",
+    "RMSNormGatedCastLast",
     "MambaRMSNormGated",
     "LayerNorm",
     "LayerNormFloat32",

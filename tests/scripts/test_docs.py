@@ -12,6 +12,7 @@ import pytest
 from documents import DocumentError, generated, parallel, ratios, savings
 from kernels_ext_npu import catalogue
 from tests.support.counted import counted
+from tests.support.transformers_files import modeling_files
 
 INSPECTED = ("ranks", "ratios", "savings")
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -46,6 +47,7 @@ def test_the_documents_are_what_make_docs_writes() -> None:
 @pytest.mark.software  # the notebook counts
 @counted
 def test_all_but_the_figures_of_inspections_is_what_make_docs_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    modeling_files()  # imported sooner than by the survey
     for name in INSPECTED:
         monkeypatch.setitem(generated.PARTS, name, partial(written, name))
     assert_up_to_date()

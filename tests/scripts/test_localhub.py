@@ -2,9 +2,6 @@
 
 import contextlib
 import http.client
-import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +9,7 @@ from typing import Any
 
 import httpx2
 import pytest
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, hf_hub_download, hf_hub_url, snapshot_download
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     HfHubHTTPError,
     RemoteEntryNotFoundError,
@@ -97,8 +94,6 @@ def test_tokens_rights_and_trust_are_those_of_the_settings(localhub: LocalHub, c
     assert client.api.get_organization_overview("kernels-ext-npu").trustedKernelPublisher
     with pytest.raises(HfHubHTTPError, match="does not exist"):
         client.api.get_organization_overview("nobody")
-    for path in localhub.root.rglob("*"):
-        assert path.is_dir() or TOKEN.encode() not in path.read_bytes()
 
 
 # ---- files and commits -----------------------------------------------------------------------------------------------
@@ -111,16 +106,6 @@ def test_only_what_changed_is_committed(client: Client) -> None:
     assert [entry.path for entry in client.list_repo_tree("build")] == ["build/x", "build/y"]
     client.create_commit([CommitOperationDelete("build/x/")], commit_message="a folder")
     assert client.paths() == [".gitattributes", "a.py", "build/y/d.py"]
-
-
-@pytest.mark.parametrize(
-    ("asked", "status", "answered"), [("2-4", 206, b"234"), ("-1", 206, b"9"), ("10-", 416, b""), ("7-99", 206, b"789")]
-)
-def test_a_part_of_a_file_can_be_asked_for(client: Client, asked: str, status: int, answered: bytes) -> None:
-    commit = client.commit({"a.py": b"0123456789"})
-    url = hf_hub_url(REPOSITORY, "a.py", repo_type="kernel", revision=commit.oid)
-    response = httpx2.get(url, headers={"Range": f"bytes={asked}"})
-    assert (response.status_code, response.content) == (status, answered)
 
 
 def test_a_card_is_validated_before_it_is_committed(client: Client) -> None:
@@ -148,22 +133,6 @@ def test_of_concurrent_commits_on_one_parent_exactly_one_wins(localhub: LocalHub
     assert len(refused) == 7
     assert history(localhub) == [winner, parent]
     assert len(client.paths()) == 2
-
-
-def test_what_was_committed_outlives_a_server_that_is_killed(tmp_path: Path, client: Client) -> None:
-    command = [sys.executable, "-m", "tests.localhub", "--root", str(tmp_path / "kept")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        elsewhere = Client(process.stdout.readline().strip())
-        elsewhere.create_repo()
-        head = elsewhere.commit({"a.py": b"1"}).oid
-        with pytest.raises(RuntimeError, match="another server has"):
-            LocalHub(tmp_path / "kept").start()
-        process.send_signal(signal.SIGKILL)
-    with LocalHub(tmp_path / "kept") as hub:
-        again = Client(hub.url)
-        assert again.head() == head
-        assert again.commit({"b.py": b"1"}, parent_commit=head).oid == again.head()
-        assert again.paths() == [".gitattributes", "a.py", "b.py"]
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
@@ -220,9 +189,9 @@ def test_for_a_while_nobody_listens(localhub: LocalHub, client: Client) -> None:
             break
 
 
-def test_a_server_that_is_away_can_be_stopped(tmp_path: Path) -> None:
+def test_a_server_that_is_away_can_be_stopped() -> None:
     away, start = 60, time.monotonic()
-    with LocalHub(tmp_path) as hub:
+    with LocalHub() as hub:
         hub.faults.add("refuse", seconds=away)
         connection = http.client.HTTPConnection(hub.url.removeprefix("http://"))
         connection.request("GET", "/api/whoami-v2")

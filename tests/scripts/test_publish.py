@@ -95,7 +95,7 @@ def test_a_dry_run_writes_nothing(publisher, localhub, clone) -> None:
     report = publisher(dry_run=True)
     assert (report.status, report.exit_code) == ("planned", 0)
     assert report.branches["v1"]["added"] == sorted(clone.built())
-    assert not (localhub.root / "kernels").exists()
+    assert not localhub.store.repositories
     publisher()
     clone.write("torch-ext/tiny/layers.py", "")
     clone.rebuild(STRICT)
@@ -170,7 +170,7 @@ def test_a_pull_request_needs_the_branch(publisher, localhub) -> None:
     report = publisher(create_pr=True)
     assert (report.status, report.exit_code) == ("refused", 1)
     assert "no branch v1" in report.reasons[0]
-    assert not (localhub.root / "kernels").exists()
+    assert not localhub.store.repositories
 
 
 def test_without_access_it_says_how_to_get_it(publisher, localhub) -> None:

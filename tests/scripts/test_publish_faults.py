@@ -36,7 +36,7 @@ class State:
     """What a repository holds, and whether it is one of the two states that it may be in."""
 
     def __init__(self, hub: LocalHub) -> None:
-        exists = (hub.store.root / "kernels" / REPO / "refs.json").exists()
+        exists = ("kernels", REPO) in hub.store.repositories
         self.version = held(hub, "v1") if exists else None
         self.card = held(hub, "main").get("README.md") if exists else None
         self.branches = set(hub.store.get("kernels", REPO).refs()["branches"]) if exists else set()
@@ -56,7 +56,7 @@ def scenario(request: pytest.FixtureRequest, publisher, clone, localhub):
     update = request.param == "beside others"
 
     def prepare() -> None:
-        if (localhub.store.root / "kernels" / REPO).exists():
+        if ("kernels", REPO) in localhub.store.repositories:
             localhub.store.delete("kernels", REPO)
         localhub.faults.clear()
         if update:

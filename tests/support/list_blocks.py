@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import DeepseekV3MoE
+from tests.support import swapped
 from tests.support.expert_modules import BLOCKS
 
 each_block = pytest.mark.parametrize("cls", BLOCKS, ids=lambda cls: cls.__name__)
@@ -34,13 +35,7 @@ def pack(gate: nn.Linear, up: nn.Linear) -> None:
 
 def results(module: nn.Module, x: Tensor) -> list[Tensor | None]:
     """Return the result, router logits where there are any, and the gradients of tokens and parameters."""
-    leaf = x.clone().requires_grad_()
-    module.zero_grad()
-    returned = module(leaf * 1)  # Mixtral's noise changes it in place
-    outputs = list(returned) if isinstance(returned, tuple) else [returned]
-    loss = sum((y * torch.linspace(-1, 1, y.numel()).view(y.shape).to(y)).sum() for y in outputs)
-    loss.backward()
-    return [*(y.detach() for y in outputs), leaf.grad, *(parameter.grad for parameter in module.parameters())]
+    return swapped.results(module, x, call=lambda leaf: module(leaf * 1))  # Mixtral's noise changes it in place
 
 
 def assert_close(found: list[Tensor | None], expected: list[Tensor | None]) -> None:

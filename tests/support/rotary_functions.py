@@ -18,11 +18,6 @@ def calls(model: nn.Module) -> list[kernels_ext_npu.Row]:
     return [row for row in kernels_ext_npu.report(model) if row.kind == "rotary calls"]
 
 
-def kernelized(name: str) -> nn.Module:
-    return kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
-
-
+@torch.no_grad()
 def forward(model: nn.Module, name: str) -> Tensor:
-    device = next(model.parameters()).device
-    with torch.no_grad():
-        return model(**{key: value.to(device) for key, value in zoo.inputs(name, model).items()}).logits
+    return zoo.logits(name, model)

@@ -22,7 +22,7 @@ def swapped(*modules: nn.Module) -> list[nn.Module]:
 
 
 def results(module: nn.Module, *arguments: Tensor, call: Callable | None = None, **options: object) -> list:
-    """Return the result, and the gradients of arguments and parameters; None for those that have none.
+    """Return the result or results, and the gradients of arguments and parameters; None for those that have none.
 
     Args:
         module: what is called, unless ``call`` is.
@@ -32,9 +32,14 @@ def results(module: nn.Module, *arguments: Tensor, call: Callable | None = None,
     """
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in arguments]
     module.zero_grad()
-    y = (module if call is None else call)(*leaves, **options)
-    y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(y))
-    return [y.detach(), *(t.grad for t in leaves if t.requires_grad), *(p.grad for p in module.parameters())]
+    given = (module if call is None else call)(*leaves, **options)
+    outputs = given if isinstance(given, tuple) else (given,)
+    torch.autograd.backward(outputs, [torch.linspace(-1, 1, y.numel()).view(y.shape).to(y) for y in outputs])
+    return [
+        *(y.detach() for y in outputs),
+        *(t.grad for t in leaves if t.requires_grad),
+        *(p.grad for p in module.parameters()),
+    ]
 
 
 def assert_agree(found: Sequence[Tensor | None], expected: Sequence[Tensor | None], tolerance: float) -> None:

@@ -74,4 +74,4 @@ def held(hub: LocalHub, branch: str, repo_id: str = REPO) -> dict[str, bytes] | 
     if branch not in repository.refs()["branches"]:
         return None
     files = repository.commit(branch).files
-    return {path: hub.store.blob(file.sha256).read_bytes() for path, file in files.items()}
+    return {path: hub.store.contents[file.sha256] for path, file in files.items()}

@@ -189,14 +189,22 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTr
 
 
 def inputs(name: str, model: PreTrainedModel, batch: int = 2, length: int = 9, seed: int = 0) -> Inputs:
-    """Make the arguments of forward and generate; length counts tokens of text, without those of images or sounds."""
+    """Make the arguments of forward and generate, where the model is and of its dtype.
+
+    ``length`` counts tokens of text, without those of images or sounds.
+    """
     made = ARCHITECTURES[name].inputs(batch, length, Generator().manual_seed(seed))
     accepted = inspect.signature(model.forward).parameters
     return {
-        key: value.to(model.dtype) if value.is_floating_point() else value
+        key: value.to(model.device, model.dtype if value.is_floating_point() else None)
         for key, value in made.items()
         if key in accepted
     }
+
+
+def logits(name: str, model: PreTrainedModel, **options: Any) -> Tensor:
+    """Call a model with its inputs; options go into the call."""
+    return model(**inputs(name, model), **options).logits
 
 
 def can_generate(name: str) -> bool:

@@ -21,6 +21,7 @@ from .arguments import (
 from .derivatives import gradients
 from .distributed import is_distributed
 from .divergence import Divergence, Statistics
+from .float16 import brought_within, power_of_two
 from .objective import statistics_dtype
 from .transforms import is_transformed
 
@@ -92,7 +93,8 @@ class LinearDivergence(torch.autograd.Function):
         known, kept = Statistics(*ctx.saved_tensors[8:12]), ctx.saved_tensors[12:]
         done = sum(x.shape[0] for x in kept)
         rest = slice(done, None)
-        steep = (hidden_states * factor).to(hidden_states.dtype)
+        steep, beyond = brought_within(hidden_states * factor, weight.dtype)
+        share, beyond_share = brought_within(factor.t(), weight.dtype)
         d_weight = torch.empty_like(weight) if needs[1] else None
         d_bias = torch.empty_like(bias) if needs[2] else None
         for part in pieces_of.of_words(weight.shape[0], words):
@@ -108,7 +110,10 @@ class LinearDivergence(torch.autograd.Function):
             if d_weight is not None:
                 torch.mm(x.t(), steep, out=d_weight[part])
             if d_bias is not None:
-                torch.mm(factor.t().to(x.dtype), x, out=d_bias[part].unsqueeze(0))
+                torch.mm(share, x, out=d_bias[part].unsqueeze(0))
+        for gradient, times in ((d_weight, beyond), (d_bias, beyond_share)):
+            if gradient is not None and times is not None:
+                gradient.mul_(times)
         return d_hidden, d_weight, d_bias, *nothing
 
 
@@ -204,18 +209,14 @@ def linear_generalized_jsd(
         number, words = pieces or pieces_of.of_tokens(2 * size[0], size[1]), pieces or pieces_of.how_many(*size)
         with without_autocast(hidden_states):
             one = torch.full((), divergence.factor, dtype=statistics_dtype(student[0].dtype), device=weight.device)
-            unit = _mantissa(over_rows(one, reduction, num_items))
+            unit = over_rows(one, reduction, num_items)
+            unit = unit / power_of_two(unit)  # a mantissa: what is multiplied with the rest is not rounded by it
             budget = 0 if pieces else kept(*student)
             rows = LinearDivergence.apply(*student, *teacher, divergence, unit, number, words, budget)
     if counted is not None:
         rows = torch.where(counted, rows, 0.0)
     rows = over_rows(rows, reduction, num_items)
     return rows.view(shape) if reduction == "none" else rows
-
-
-def _mantissa(x: Tensor) -> Tensor:
-    """Return numbers divided by a power of two, between one and two in size."""
-    return x / x.float().view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
 
 
 def _check(

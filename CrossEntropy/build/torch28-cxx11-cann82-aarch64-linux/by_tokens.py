@@ -3,13 +3,11 @@
 Each piece takes some tokens and all words. Its logits make the loss and, before they are freed, their gradient for a
 loss that arrives with one, and of it that of the hidden states: backward multiplies that, row by row, by what arrives.
 Where the head is not trained nothing else is kept. Where it is the gradient of the logits is kept in the dtype of the
-head, and what arrives is multiplied into it, so that the weight's gradient is one product, rounded once. linear.py has
-trained heads whose logits are too many for that.
+head: what arrives multiplies its rows, or in their place those of the hidden states, which are shorter. The weight's
+gradient is one product of both, rounded once. linear.py has trained heads whose logits are too many for that.
 """
 
 from __future__ import annotations
-
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from torch.nn import functional as F
 
 from . import in_torch, pieces
 from .derivatives import gradients
-from .linear import cut, gradients_of_head
+from .float16 import brought_within
 from .objective import Objective, statistics_dtype
 
 
@@ -49,7 +47,7 @@ class LinearCrossEntropyByTokens(torch.autograd.Function):
             x, label = F.linear(hidden_states[rows], weight, bias), inside[rows].unsqueeze(-1)
             lse, picked, total = objective.statistics(x, label)
             gradient = objective.gradient(torch.ones_like(lse), lse, picked, words)
-            found.append((objective.loss(lse, picked, total, words), lse, picked, gradient.at_label, gradient.sign))
+            found.append((objective.loss(lse, picked, total, words), gradient.at_label, gradient.sign))
             others = x if kept is None else kept[rows]
             if objective != Objective(objective.ignore_index):
                 gradient.write(x, others)
@@ -61,16 +59,18 @@ class LinearCrossEntropyByTokens(torch.autograd.Function):
             if slope is not None:
                 others.scatter_(1, label, 0)
                 slope[rows].mul_(gradient.at_label).add_(torch.mm(others, weight)).mul_(gradient.sign)
+            if kept is not None:
+                others.scatter_(1, label, gradient.at_label.to(others.dtype))
             del others
-        loss, *known = (torch.cat(each) for each in zip(*found))
+        loss, at_label, sign = (torch.cat(each) for each in zip(*found))
+        share = None if kept is None else sign * _lost(at_label, at_label.to(kept.dtype))
         ctx.objective = objective
-        ctx.is_kept = kept is not None  # until a backward has multiplied it
-        ctx.save_for_backward(hidden_states, weight, bias, labels, slope, kept, *known)
+        ctx.save_for_backward(hidden_states, weight, bias, labels, slope, kept, share)
         return torch.where(labels == objective.ignore_index, 0.0, loss)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_states, weight, bias, labels, slope, kept, lse, picked, at_label, sign = ctx.saved_tensors
+        hidden_states, weight, bias, labels, slope, kept, share = ctx.saved_tensors
         objective, needs, nothing = ctx.objective, ctx.needs_input_grad[:3], (None,) * 3
         if torch.is_grad_enabled():
             found = gradients(
@@ -80,22 +80,28 @@ class LinearCrossEntropyByTokens(torch.autograd.Function):
                 grad,
             )
             return *found, *nothing
-        counted = torch.where(labels == objective.ignore_index, 0.0, grad)
+        is_counted = (labels != objective.ignore_index).unsqueeze(-1)
         d_hidden = d_weight = d_bias = None
         if slope is not None:
-            is_counted = (labels != objective.ignore_index).unsqueeze(-1)
             d_hidden = torch.where(is_counted, slope * grad.unsqueeze(-1), 0).to(hidden_states.dtype)
-        if ctx.is_kept:
-            ctx.is_kept = False
-            factor, d_logits = counted.unsqueeze(-1) * sign, kept.data  # autograd need not know that it changes
-            inside = labels.clamp(0, weight.shape[0] - 1).unsqueeze(-1)
-            d_logits.mul_(factor.to(d_logits.dtype)).scatter_(1, inside, (at_label * factor).to(d_logits.dtype))
-            d_weight = torch.mm(d_logits.t(), hidden_states) if needs[1] else None
-            d_bias = torch.mm(torch.ones_like(d_logits[:, :1]).t(), d_logits).squeeze(0) if needs[2] else None
-        elif kept is not None:
-            parts = cut(weight, bias, labels, None, pieces.how_many(*kept.shape))
-            gradient = objective.gradient(counted, lse, picked, weight.shape[0])
-            _, d_weight, d_bias = gradients_of_head(
-                hidden_states, zip_longest(parts, []), gradient, weight, bias, (False, *needs[1:])
-            )
+        if kept is not None:
+            factor = torch.where(is_counted, grad.unsqueeze(-1) * share, 0)
+            d_weight = _product(kept, hidden_states * factor) if needs[1] else None
+            d_bias = _product(kept, factor).squeeze(1) if needs[2] else None
         return d_hidden, d_weight, d_bias, *nothing
+
+
+def _lost(exact: Tensor, rounded: Tensor) -> Tensor:
+    """Return what numbers have to be multiplied with after they were rounded.
+
+    Most of a row's gradient is at its label: what multiplies the row makes up for what is lost there.
+    """
+    eps = torch.finfo(rounded.dtype).eps
+    return (exact / rounded).nan_to_num(1).clamp(1 - eps, 1 + eps)  # 0 / 0, and numbers below the smallest normal one
+
+
+def _product(d_logits: Tensor, rows: Tensor) -> Tensor:
+    """Return ``d_logitsᵀ @ rows``, of ``[N, V]`` and rows ``[N, K]`` in any dtype, in that of ``d_logits``."""
+    rows, beyond = brought_within(rows, d_logits.dtype)
+    found = torch.mm(d_logits.t(), rows)
+    return found if beyond is None else found.mul_(beyond)

@@ -1,6 +1,7 @@
 """Attention for Huawei Ascend NPUs: flash-attn's functions, and what the attention of transformers is made of."""
 
-from .chosen_keys import attend_chosen, top_k_keys
+from .choosing import top_k_keys
+from .chosen_keys import attend_chosen
 from .forward import attention_forward
 from .functional import flash_attn_func, flash_attn_varlen_func
 from .limits import reads_chosen_in_place

@@ -1,7 +1,7 @@
-"""Sparse attention as DeepSeek-V3.2 has it: an indexer chooses keys for each query, and attention is about these.
+"""Sparse attention as DeepSeek-V3.2 has it: attention to the keys that an indexer has chosen for each query.
 
-Neither the scores of all heads of an indexer nor a mask of all queries and keys is made: what is made for some queries
-at a time takes no more than `BYTES`, however many there are.
+No mask of all queries and keys is made: what is made for some queries at a time takes no more than `BYTES`, however
+many there are. Products are in the dtype of autocast where it is enabled, and sums in float32 as elsewhere.
 """
 
 from __future__ import annotations
@@ -11,59 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .description import MaskDescription
 from .in_torch import outside, softmax
-from .limits import is_fused_choice, reads_chosen_in_place
+from .limits import of_one_dtype, reads_chosen_in_place
 from .options import Band
 
 BYTES = 2**28  # of what is made for some queries at a time
-_ABSENT = -1  # an index for which there is no key
-
-
-def top_k_keys(
-    query: Tensor, key: Tensor, weights: Tensor, mask: MaskDescription | Tensor, count: int, scale: float = 1.0
-) -> Tensor:
-    """Choose for each query the keys with the highest ``sum_h weights_h · relu(scale · q_h · k)``.
-
-    Scores are in float32. Of equal ones torch.topk chooses, or npu_lightning_indexer where that computes them. Where
-    there are no more keys than are to be chosen, they are all returned in their order; a query that sees fewer gets
-    others with them, which the mask leaves out.
-
-    Args:
-        query: ``[B, S_q, H, D]``.
-        key: ``[B, S_k, D]``.
-        weights: ``[B, S_q, H]``.
-        mask: what ``attention_mask`` returned; or bool, True where a query sees a key, or floating and added to the
-            scores, ``[B or 1, S_q, S_k]`` or with heads before ``S_q``, of which the first one counts.
-        count: how many keys are chosen.
-        scale: a factor above 0 of the products.
-
-    Returns:
-        int32 ``[B, S_q, count]``, or as many as there are keys, with the highest scores first.
-    """
-    batch, queries, heads, _ = query.shape
-    keys = key.shape[1]
-    if count >= keys:
-        return torch.arange(keys, dtype=torch.int32, device=key.device).expand(batch, queries, -1)
-    if is_fused_choice(query, key, count) and isinstance(mask, MaskDescription) and mask.is_causal(queries, keys):
-        found, _ = torch.ops.npu.npu_lightning_indexer(
-            query.contiguous(), key.unsqueeze(2).contiguous(), weights.float().contiguous(), sparse_count=count
-        )
-        found = found.squeeze(2)
-        return torch.where(found == _ABSENT, keys - 1, found)  # of rows that do not see the last key
-    turned, weights = key.float().mT, weights.float()
-    result = torch.empty(batch, queries, count, dtype=torch.int32, device=query.device)
-    for begin, end in _in_budget(queries, 4 * batch * heads * keys):
-        seen = mask.reach(end, keys) if isinstance(mask, MaskDescription) else keys
-        scores = query[:, begin:end].flatten(1, 2).float() @ turned[..., :seen]
-        if scale != 1:
-            scores = scores.mul_(scale)
-        scores = weights[:, begin:end].unsqueeze(-2) @ scores.relu_().unflatten(1, (-1, heads))
-        scores = F.pad(scores.squeeze(-2), (0, keys - seen), value=-torch.inf)
-        result[:, begin:end] = _masked(scores, _mask_of(mask, begin, end, query)[..., :keys]).topk(count).indices
-    return result
+ABSENT = -1  # an index for which there is no key
 
 
 def attend_chosen(
@@ -89,13 +44,15 @@ def attend_chosen(
     Returns:
         ``[B, S_q, N, R]``. A query that sees no key gives zero. It is differentiable once, but for the mask.
     """
+    query, latents, rope = of_one_dtype(query, latents, rope)
     is_trained = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (query, latents, rope, sink)
     )
     is_added = isinstance(mask, Tensor) and mask.is_floating_point()
     if sink is None and not is_trained and not is_added and reads_chosen_in_place(query, latents, rope):
         return _by_operator(query, latents, rope, indices, mask, scale)
-    return ChosenAttention.apply(query, latents, rope, sink, indices, mask, scale)
+    with torch.autocast(query.device.type, enabled=False):
+        return ChosenAttention.apply(query, latents, rope, sink, indices, mask, scale)
 
 
 def left_out_beside(indices: Tensor, seen: Band | Tensor, mask: Any, keys: int) -> Iterator[tuple[slice, Tensor]]:
@@ -111,7 +68,7 @@ def left_out_beside(indices: Tensor, seen: Band | Tensor, mask: Any, keys: int) 
     batch, queries, _ = indices.shape
     if isinstance(seen, Band):
         seen = outside(seen, queries, keys, indices.device)
-    for begin, end in _in_budget(queries, batch * keys):
+    for begin, end in in_budget(queries, batch * keys):
         rows = slice(begin, end)
         # uint8: CANN scatters bool on an AI CPU (ops-nn, scatter_elements.cpp, AICORE_910B_DTYPE_SUPPORT_LIST)
         left_out = torch.ones(batch, end - begin, keys, dtype=torch.uint8, device=indices.device)
@@ -153,25 +110,40 @@ class ChosenAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, latents, rope, sink, indices, out = ctx.saved_tensors
-        rank, dtype = latents.shape[-1], query.dtype
-        of_query = torch.empty_like(query)
-        of_keys = torch.zeros(latents.shape[0] * latents.shape[1], query.shape[-1], device=query.device)
-        of_sink = None if sink is None else torch.zeros(len(sink), device=query.device)
-        for part in _with_chosen_keys(query, latents, rope, sink, indices, *ctx.rest):
-            grad = gradient[:, part.rows].flatten(0, 1)
-            mean = (grad.float() * out[:, part.rows].flatten(0, 1)).sum(-1, keepdim=True)
-            of_scores = (grad @ part.keys[..., :rank].mT).float().sub_(mean).mul_(part.weights)
-            if of_sink is not None:
-                of_sink -= ((1 - part.weights.sum(-1)) * mean.squeeze(-1)).sum(0)
-            of_scores = of_scores.mul_(ctx.rest[-1]).to(dtype)
-            of_query[:, part.rows] = (of_scores @ part.keys).unflatten(0, (len(query), -1))
-            added = of_scores.mT @ part.query
-            added[..., :rank] += part.weights.to(dtype).mT @ grad
-            of_keys.index_add_(0, part.flat, added.flatten(0, 1).float())
-        of_keys = of_keys.view(*latents.shape[:2], -1).to(dtype)
-        of_sink = None if of_sink is None else of_sink.to(sink.dtype)
-        return of_query, of_keys[..., :rank], of_keys[..., rank:], of_sink, None, None, None
+        with torch.autocast(gradient.device.type, enabled=False):
+            return *_gradients(gradient, *ctx.saved_tensors, *ctx.rest), None, None, None
+
+
+def _gradients(
+    gradient: Tensor,
+    query: Tensor,
+    latents: Tensor,
+    rope: Tensor,
+    sink: Tensor | None,
+    indices: Tensor,
+    out: Tensor,
+    mask: Any,
+    scale: float,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of query, latents, rope and sink."""
+    rank, dtype = latents.shape[-1], query.dtype
+    of_query = torch.empty_like(query)
+    of_keys = torch.zeros(latents.shape[0] * latents.shape[1], query.shape[-1], device=query.device)
+    of_sink = None if sink is None else torch.zeros(len(sink), device=query.device)
+    for part in _with_chosen_keys(query, latents, rope, sink, indices, mask, scale):
+        grad = gradient[:, part.rows].flatten(0, 1)
+        mean = (grad.float() * out[:, part.rows].flatten(0, 1)).sum(-1, keepdim=True)
+        of_scores = (grad @ part.keys[..., :rank].mT).float().sub_(mean).mul_(part.weights)
+        if of_sink is not None:
+            of_sink -= ((1 - part.weights.sum(-1)) * mean.squeeze(-1)).sum(0)
+        of_scores = of_scores.mul_(scale).to(dtype)
+        of_query[:, part.rows] = (of_scores @ part.keys).unflatten(0, (len(query), -1))
+        added = of_scores.mT @ part.query
+        added[..., :rank] += part.weights.to(dtype).mT @ grad
+        of_keys.index_add_(0, part.flat, added.flatten(0, 1).float())
+    of_keys = of_keys.view(*latents.shape[:2], -1).to(dtype)
+    of_sink = None if of_sink is None else of_sink.to(sink.dtype)
+    return of_query, of_keys[..., :rank], of_keys[..., rank:], of_sink
 
 
 def _with_chosen_keys(
@@ -182,7 +154,7 @@ def _with_chosen_keys(
     first = torch.arange(batch, device=query.device).view(-1, 1, 1) * keys
     latents, rope = latents.flatten(0, 1), rope.flatten(0, 1)
     row = count * (size * (2 * query.element_size() + 4) + heads * (query.element_size() + 8))
-    for begin, end in _in_budget(queries, batch * row):
+    for begin, end in in_budget(queries, batch * row):
         rows = slice(begin, end)
         chosen = indices[:, rows].long()
         flat = (chosen + first).flatten()
@@ -190,8 +162,8 @@ def _with_chosen_keys(
         gathered = gathered.unflatten(0, (-1, count))
         few = query[:, rows].flatten(0, 1)
         scores = (few.float() @ gathered.float().mT).mul_(scale)  # rounded to 16 bits they are further from float64
-        seen = _mask_of(mask, begin, end, query).expand(batch, -1, -1).gather(-1, chosen).flatten(0, 1)
-        weights = softmax(_masked(scores, seen.unsqueeze(1)).unsqueeze(2), sink).squeeze(2)
+        seen = mask_of(mask, begin, end, query).expand(batch, -1, -1).gather(-1, chosen).flatten(0, 1)
+        weights = softmax(masked(scores, seen.unsqueeze(1)).unsqueeze(2), sink).squeeze(2)
         yield _Part(rows, flat, gathered, few, weights)
 
 
@@ -203,7 +175,7 @@ def _by_operator(query: Tensor, latents: Tensor, rope: Tensor, indices: Tensor, 
     if not is_causal:
         seen = _seen(mask, indices)
         none = ~seen.any(-1)[..., None, None]
-        indices = torch.where(seen, indices, _ABSENT)
+        indices = torch.where(seen, indices, ABSENT)
     key = latents.unsqueeze(2).contiguous()
     out = torch.ops.npu.npu_sparse_flash_attention(
         query[..., :rank].contiguous(),
@@ -222,24 +194,24 @@ def _by_operator(query: Tensor, latents: Tensor, rope: Tensor, indices: Tensor, 
 def _seen(mask: MaskDescription | Tensor, indices: Tensor) -> Tensor:
     """Tell which of the chosen keys their queries see."""
     parts = []
-    for begin, end in _in_budget(indices.shape[1], 4 * len(indices) * indices.shape[-1]):
+    for begin, end in in_budget(indices.shape[1], 4 * len(indices) * indices.shape[-1]):
         chosen = indices[:, begin:end].long()
-        parts.append(_mask_of(mask, begin, end, chosen).expand(len(indices), -1, -1).gather(-1, chosen))
+        parts.append(mask_of(mask, begin, end, chosen).expand(len(indices), -1, -1).gather(-1, chosen))
     return torch.cat(parts, dim=1)
 
 
-def _in_budget(queries: int, row: int) -> Iterator[tuple[int, int]]:
+def in_budget(queries: int, row: int) -> Iterator[tuple[int, int]]:
     """Yield where parts of the queries begin and end, of which each takes so many bytes."""
     rows = max(1, BYTES // row)
     for begin in range(0, queries, rows):
         yield begin, min(begin + rows, queries)
 
 
-def _mask_of(mask: MaskDescription | Tensor, begin: int, end: int, like: Tensor) -> Tensor:
+def mask_of(mask: MaskDescription | Tensor, begin: int, end: int, like: Tensor) -> Tensor:
     """Return what a mask says of some queries, ``[B or 1, end - begin, S_k]``, where another tensor is."""
     rows = mask.of_queries(begin, end) if isinstance(mask, MaskDescription) else mask[..., begin:end, :]
     return (rows[:, 0] if rows.dim() == 4 else rows).to(like.device)
 
 
-def _masked(scores: Tensor, rows: Tensor) -> Tensor:
+def masked(scores: Tensor, rows: Tensor) -> Tensor:
     return scores.masked_fill(~rows, -torch.inf) if rows.dtype == torch.bool else scores + rows

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from .captures import capturing
 from .lengths import HostValues, in_other_sequences
 from .options import CAUSAL, FULL, Band, Sequences
 from .packing import Packing
@@ -88,9 +89,17 @@ class MaskDescription:
         return self._kept(False, device)
 
     def is_causal(self, queries: int, keys: int) -> bool:
-        """Tell whether of so many queries and keys each sees all up to its own, and nobody said what is padding."""
-        is_plain = self.is_band() and self._ids is None and self.pattern.band == CAUSAL
-        return is_plain and (queries, keys) == (self.queries, self.keys)
+        """Tell whether of so many queries and keys each sees all up to its own.
+
+        Where somebody said what is padding, that is asked of prompts alone, outside of graphs: the host reads it.
+        """
+        self._look_for_changes()
+        pattern = self.pattern
+        if pattern is None or pattern.band != CAUSAL or pattern.ids is not None or pattern.chunk is not None:
+            return False
+        if (queries, keys) != (self.queries, self.keys) or self._padding is None:
+            return (queries, keys) == (self.queries, self.keys)
+        return not capturing() and self.plain(len(self._padding.tensor)) == CAUSAL
 
     def reach(self, queries: int, keys: int) -> int:
         """Return up to which of so many keys the first queries see at most."""
@@ -113,6 +122,8 @@ class MaskDescription:
         if pattern is None or pattern.chunk is not None or pattern.band.right != 0 or pattern.band.from_start:
             return None
         padding = None if self._padding is None else self._padding.tensor[:, :keys]
+        if padding is not None and self.is_causal(self.queries, self.keys):
+            padding = None
         make = lambda first, last: self.of_queries(begin + first, begin + last)[..., :keys]  # noqa: E731
         return MaskDescription(end - begin, keys, pattern, padding, make)
 

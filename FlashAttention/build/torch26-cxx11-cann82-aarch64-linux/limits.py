@@ -115,6 +115,14 @@ def fits_packed_gradient(query: Tensor, key: Tensor, value: Tensor, band: Band |
     return not single and max(query.shape[-1], value.shape[-1]) <= _LARGEST_PACKED_GRADIENT
 
 
+def of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast under autocast as torch does before a product."""
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+    return tensors
+
+
 def padded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Fill heads up with zeros, which change no score.
 

@@ -14,6 +14,7 @@ from .chosen_keys import left_out_beside
 from .description import MaskDescription
 from .in_graphs import attend_packed_in_graph, stays_whole
 from .lengths import ends_of, in_other_sequences, read_together
+from .limits import of_one_dtype
 from .masks import is_without_padding
 from .options import CAUSAL, FULL, Band, Options, Sequences
 from .packing import Packing
@@ -85,7 +86,7 @@ def attention_forward(
         kwargs["cu_seq_lens_k"] = cu_seq_lens_k
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
         cu_seq_lens_k = kwargs["cu_seq_lens_k"]
-    query, key, value = _of_one_dtype(query, key, value)
+    query, key, value = of_one_dtype(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     band = _band(query, key, causal, sliding_window)
@@ -121,14 +122,6 @@ def attention_forward(
     if isinstance(seen, (Packing, _Lengths)):
         return _attend_packing(query, key, value, seen, options), None
     return attend(query, key, value, seen, options), None
-
-
-def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast under autocast as torch does before a product."""
-    device = tensors[0].device.type
-    if torch.is_autocast_enabled(device):
-        return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
-    return tensors
 
 
 def _band(query: Tensor, key: Tensor, causal: bool, sliding_window: int | None) -> Band:

@@ -27,6 +27,7 @@ class Packing:
         self._places = queries, keys
         self._moved: dict[torch.device, tuple[Tensor | None, ...]] = {}
         self._left_out: dict[torch.device, Tensor | None] = {}
+        self._tokens: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
     def places(self, device: torch.device) -> tuple[Tensor | None, ...]:
         """Return the places of queries and of keys, which are moved to a device once, without waiting."""
@@ -36,6 +37,24 @@ class Packing:
                 moved = _moved(keys, device)
                 self._moved[device] = (moved if queries is keys else _moved(queries, device)), moved
         return self._moved[device]
+
+    def is_of_itself(self) -> bool:
+        """Tell whether the tokens that see keys are those that are seen, each in its own sequence."""
+        return self.sequences.ends == self.sequences.key_ends and self._places[0] is self._places[1]
+
+    def tokens(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the places of the tokens in the batch, where sequences end among them, and where that of each begins.
+
+        They are moved once, without waiting: int64 ``[T]``, int32 ``[sequences]`` and int64 ``[T]``.
+        """
+        if device not in self._tokens:
+            with unseen():
+                ends = torch.tensor(self.sequences.ends, device="cpu")
+                lengths = torch.diff(ends, prepend=ends.new_zeros(1))
+                places = torch.arange(int(ends[-1]), device="cpu") if self._places[0] is None else self._places[0]
+                begins = places[(ends - lengths).clamp(max=len(places) - 1)].repeat_interleave(lengths)
+                self._tokens[device] = tuple(_moved(each, device) for each in (places, ends.int(), begins))
+        return self._tokens[device]
 
     def left_out(self, device: torch.device) -> Tensor | None:
         """Return what a window from the start leaves out, ``[S_q, S_k]``: made once. No operator is told of it else."""

@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-from . import convolution, functional, linear_recurrence, selective_scan
+from . import convolution, forget_gate, functional, linear_recurrence, selective_scan
 
 # torch's own: somebody may have put something in their places, before or since
 _CALL = nn.Module._wrapped_call_impl
@@ -50,18 +50,8 @@ class ChunkGatedDeltaRule(_Layer):
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> Result:
-        return functional.chunk_gated_delta_rule(
-            query,
-            key,
-            value,
-            g,
-            beta,
-            None,
-            initial_state,
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            **_bounds(kwargs),
-        )
+        options = None, initial_state, output_final_state, use_qk_l2norm_in_kernel
+        return functional.chunk_gated_delta_rule(query, key, value, g, beta, *options, **_bounds(kwargs))
 
 
 class FusedRecurrentGatedDeltaRule(_Layer):
@@ -79,18 +69,8 @@ class FusedRecurrentGatedDeltaRule(_Layer):
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> Result:
-        return functional.fused_recurrent_gated_delta_rule(
-            query,
-            key,
-            value,
-            g,
-            beta,
-            None,
-            initial_state,
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            **_bounds(kwargs),
-        )
+        options = None, initial_state, output_final_state, use_qk_l2norm_in_kernel
+        return functional.fused_recurrent_gated_delta_rule(query, key, value, g, beta, *options, **_bounds(kwargs))
 
 
 class ChunkKDA(_Layer):
@@ -109,18 +89,8 @@ class ChunkKDA(_Layer):
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> Result:
-        return functional.chunk_kda(
-            query,
-            key,
-            value,
-            g,
-            beta,
-            None,
-            initial_state,
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            **_bounds(kwargs),
-        )
+        options = None, initial_state, output_final_state, use_qk_l2norm_in_kernel
+        return functional.chunk_kda(query, key, value, g, beta, *options, **_bounds(kwargs))
 
 
 class FusedRecurrentKDA(_Layer):
@@ -138,18 +108,20 @@ class FusedRecurrentKDA(_Layer):
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> Result:
-        return functional.fused_recurrent_kda(
-            query,
-            key,
-            value,
-            g,
-            beta,
-            None,
-            initial_state,
-            output_final_state,
-            use_qk_l2norm_in_kernel,
-            **_bounds(kwargs),
-        )
+        options = None, initial_state, output_final_state, use_qk_l2norm_in_kernel
+        return functional.fused_recurrent_kda(query, key, value, g, beta, *options, **_bounds(kwargs))
+
+
+class ForgetGate(_Layer):
+    """Computes the gates of Kimi delta attention, behind their projections, which it calls.
+
+    Reads ``f_a_proj``, ``f_b_proj``, ``dt_bias``, ``A_log`` and ``head_dim``.
+    """
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = self.f_b_proj(self.f_a_proj(hidden_states))
+        x = x.view(*x.shape[:2], -1, self.head_dim)
+        return forget_gate.forget_gate(x, self.dt_bias.view(-1, self.head_dim), self.A_log.view(-1, 1))
 
 
 class CausalConv1d(_Layer):
@@ -291,6 +263,7 @@ __all__ = [
     "CausalConv1dUpdate",
     "ChunkGatedDeltaRule",
     "ChunkKDA",
+    "ForgetGate",
     "FusedRecurrentGatedDeltaRule",
     "FusedRecurrentKDA",
     "SelectiveScan",

@@ -77,9 +77,9 @@ def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Led]:
 
 
 def led(chunks: Chunks, decays: Decays) -> Led:
-    """Give keys and queries the decays to the bounds of their chunk."""
+    """Give keys the decays to the bounds of their chunk."""
     lead, trail, whole = decays
-    return Led(chunks.query * lead, chunks.key * lead, None, chunks.key * (trail * chunks.beta), whole)
+    return Led(None, chunks.key * lead, None, chunks.key * (trail * chunks.beta), whole)
 
 
 def gradients_of_gates(chunks: Chunks, decays: Decays, of_products: OfProducts, _: Tensor, of_led: OfLed) -> Gradients:

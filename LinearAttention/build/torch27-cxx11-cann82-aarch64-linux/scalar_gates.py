@@ -18,13 +18,15 @@ def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Led]:
     between, turned = _between(chunks.gates), chunks.key.transpose(-1, -2)
     of_keys = torch.bmm(chunks.key, turned) * between
     of_keys.diagonal(dim1=-2, dim2=-1).zero_()
-    return between, of_keys, torch.bmm(chunks.query, turned) * between, led(chunks, decays(chunks.gates))
+    edges = decays(chunks.gates)
+    all_led = led(chunks, edges)._replace(query=chunks.query * edges.lead)
+    return between, of_keys, torch.bmm(chunks.query, turned) * between, all_led
 
 
 def led(chunks: Chunks, decays: Decays) -> Led:
-    """Give keys and queries the decays to the bounds of their chunk."""
+    """Give keys the decays to the bounds of their chunk."""
     lead, trail, whole = decays
-    return Led(chunks.query * lead, chunks.key, lead, chunks.key * (trail * chunks.beta), whole)
+    return Led(None, chunks.key, lead, chunks.key * (trail * chunks.beta), whole)
 
 
 def gradients_of_gates(

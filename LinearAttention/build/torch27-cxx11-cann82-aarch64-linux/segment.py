@@ -159,6 +159,7 @@ def forward(
     new = torch.bmm(found.inverse, value)  # U
     added = torch.bmm(led.trailed.transpose(-1, -2), new)
     states = scan(parts.removed, added.unflatten(0, (-1, chunks.rows)), state)
+    assert led.query is not None
     read = torch.baddbmm(led.query, parts.weighted, parts.read, alpha=-1)
     before = states.before.flatten(0, 1)
     out = torch.baddbmm(torch.bmm(parts.weighted, new), read, before)

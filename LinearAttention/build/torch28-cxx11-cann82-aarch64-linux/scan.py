@@ -40,6 +40,8 @@ def scan(removed: Tensor, added: Tensor, first: Tensor | None, backwards: bool =
         return States(torch.stack(found[:-1][:: -1 if backwards else 1]), found[-1])
     before, last = torch.empty_like(added), torch.empty_like(start)
     before[order[0]].copy_(start)
+    of_chunks = list(zip(added.unbind(), removed.unbind(), before.unbind()))  # all at once: a chunk is one call
     for n, following in zip(order, [*order[1:], None]):
-        torch.baddbmm(added[n], removed[n], before[n], alpha=-1, out=last if following is None else before[following])
+        more, factor, state = of_chunks[n]
+        torch.baddbmm(more, factor, state, alpha=-1, out=last if following is None else of_chunks[following][2])
     return States(before, last)

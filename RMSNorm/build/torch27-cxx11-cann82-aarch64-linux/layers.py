@@ -5,8 +5,6 @@ Each returns the dtype that transformers' own forward returns. ``eps`` is ``vari
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,6 +17,7 @@ from torch.nn.modules.module import (
 )
 
 from .functional import norm, zero_centered_norm
+from .gated import GATES, NormGate, gated_norm
 from .hyper_connections import hyper_connection, hyper_head, independent_hyper_connection
 from .layer_norm import add_layer_norm, layer_norm
 
@@ -26,7 +25,6 @@ from .layer_norm import add_layer_norm, layer_norm
 _CALL = nn.Module._wrapped_call_impl
 _NORMED = nn.LayerNorm.forward if getattr(nn.LayerNorm.forward, "__globals__", None) is vars(normalization) else None
 _EPS_OF_OLMO = 1e-5  # OlmoLayerNorm.forward of transformers, models/olmo/modeling_olmo.py
-_ACTIVATIONS = {"silu": F.silu, "swish": F.silu, "sigmoid": torch.sigmoid}
 
 
 class _Layer(nn.Module):
@@ -115,21 +113,32 @@ class T5LayerNorm(_Layer):
 
 
 class RMSNormGated(_Layer):
-    """Computes ``(weight * x_normed * activation(gate)).to(x.dtype)`` in float32, as Qwen3-Next does.
+    """Computes ``(weight * x_normed * activation(gate)).to(x.dtype)``, as Qwen3-Next does.
 
-    That is the norm, then the gate, which may be None. Reads ``weight``, eps and ``activation``: "silu", the default,
-    or "sigmoid". Another one is left to the forward that is replaced, and so are these where somebody watches the calls
-    of modules: transformers makes a module of the activation for every call.
+    That is the norm, rounded to the dtype of x, then the gate, which may be None. Reads ``weight``, eps and
+    ``activation``: "silu", the default, or "sigmoid". Another one is left to the forward that is replaced, and so are
+    these where somebody watches the calls of modules: transformers makes a module of the activation for every call.
     """
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        activation = None if gate is None else _activation(self)
-        if gate is not None and activation is None:
+        if gate is None:
+            return norm(hidden_states, _weight(self).float(), eps_of(self))
+        kind = _kind_of_gate(self, RMSNormGated)
+        if kind is None:
             return type(self).forward(self, hidden_states, gate)
-        normed = norm(hidden_states.float(), _weight(self).float(), eps_of(self))
-        if activation is not None:
-            normed = normed * activation(gate.float())  # type: ignore[union-attr]
-        return normed.to(hidden_states.dtype)
+        return gated_norm(hidden_states, gate, _weight(self), eps_of(self), kind, rounds_norm=True)
+
+
+class RMSNormGatedCastLast(_Layer):
+    """Computes the same in float32, and rounds nothing before the end, as Kimi Linear does. Reads the same members."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        if gate is None:
+            return norm(hidden_states, _weight(self).float(), eps_of(self))
+        kind = _kind_of_gate(self, RMSNormGatedCastLast)
+        if kind is None:
+            return type(self).forward(self, hidden_states, gate)
+        return gated_norm(hidden_states, gate, _weight(self), eps_of(self), kind)
 
 
 class MambaRMSNormGated(_Layer):
@@ -206,14 +215,14 @@ def eps_of(module: nn.Module) -> float:
     return module.variance_epsilon if named else module.eps
 
 
-def _activation(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+def _kind_of_gate(module: nn.Module, layer: type[_Layer]) -> NormGate | None:
     """Return what a gate goes through: SiLU, unless the norm names another function; None if that is to be called."""
     name = module.activation if _has(module, "activation") else "silu"
-    if type(module).forward is RMSNormGated.forward:  # it replaces nothing
-        if name not in _ACTIVATIONS:
-            raise ValueError(f"RMSNormGated: activation must be silu or sigmoid, got {name!r}")
+    if type(module).forward is layer.forward:  # it replaces nothing
+        if name not in GATES:
+            raise ValueError(f"{layer.__name__}: activation must be silu or sigmoid, got {name!r}")
     elif (
-        name not in _ACTIVATIONS
+        name not in GATES
         or nn.Module.__call__ is not _CALL
         or _global_forward_hooks
         or _global_forward_pre_hooks
@@ -221,7 +230,7 @@ def _activation(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
         or _global_backward_pre_hooks
     ):
         return None
-    return _ACTIVATIONS[name]
+    return GATES[name]
 
 
 def _is_plain(norm: nn.Module) -> bool:

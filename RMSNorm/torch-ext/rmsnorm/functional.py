@@ -43,10 +43,10 @@ def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor
 
 def norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Compute :func:`rms_norm` of arguments that fit, as those of a module do: nothing is checked."""
-    if not _is_fused(hidden_states, weight):
+    if not is_norm_fused(hidden_states, weight):
         if weight is not None and weight.dtype in _FUSED_DTYPES:
             weight = weight.float()  # exact, and legal beside every dtype
-        if not _is_fused(hidden_states, weight):
+        if not is_norm_fused(hidden_states, weight):
             return _rms_norm_in_torch(hidden_states, weight, eps)
     if weight is None:
         weight = hidden_states.new_ones(hidden_states.shape[-1])
@@ -89,7 +89,7 @@ def zero_centered_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Ten
     if (
         weight.dtype is hidden_states.dtype
         and not (torch.is_grad_enabled() and _needs_grad(hidden_states, weight))
-        and _is_fused(hidden_states, weight)
+        and is_norm_fused(hidden_states, weight)
         and hidden_states.is_contiguous()
         and weight.is_contiguous()
         and not is_distributed(hidden_states, weight)
@@ -130,7 +130,7 @@ def add_rms_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: f
     return norm(total, weight, eps), total
 
 
-def _is_fused(hidden_states: Tensor, weight: Tensor | None) -> bool:
+def is_norm_fused(hidden_states: Tensor, weight: Tensor | None) -> bool:
     """Tell whether ``npu_rms_norm`` takes them (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu.
 
     Nothing empty: CANN's ops-nn, norm/rms_norm/op_host, rms_norm_tiling.cpp, "Input x shape can not be 0".
@@ -149,7 +149,7 @@ def _is_fused(hidden_states: Tensor, weight: Tensor | None) -> bool:
 
 def is_fused_with_add(hidden_states: Tensor, residual: Tensor, weight: Tensor) -> bool:
     """Tell whether ``npu_add_rms_norm`` takes them: it wants one dtype."""
-    return hidden_states.dtype == residual.dtype == weight.dtype and _is_fused(hidden_states, weight)
+    return hidden_states.dtype == residual.dtype == weight.dtype and is_norm_fused(hidden_states, weight)
 
 
 def _rms_norm_in_torch(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -6,6 +6,8 @@ result may be twice as far from it as the original is; or, where the original ha
 one rounding can bring it. A wrong formula is off by a hundred times as much.
 """
 
+from __future__ import annotations
+
 import torch
 
 from kernels_ext_npu.measuring.distance import DisagreementError, Distance

@@ -3,6 +3,8 @@
 Times are between device events around each run, so that the host waits for none of them.
 """
 
+from __future__ import annotations
+
 import gc
 import statistics
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """Runs every call of the models, by each who can compute it, and collects what was found."""
 
+from __future__ import annotations
+
 import copy
 import gc
 from collections.abc import Callable, Iterator

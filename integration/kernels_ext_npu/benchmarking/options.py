@@ -1,5 +1,7 @@
 """What can be asked of the benchmark, and what is said to those who ask for something else."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 from kernels_ext_npu.catalogue import CATALOGUE

@@ -1,5 +1,7 @@
 """Who computes a call: transformers' original, our kernels, and LLaMA-Factory's where it is installed."""
 
+from __future__ import annotations
+
 import importlib
 import importlib.util
 import sys

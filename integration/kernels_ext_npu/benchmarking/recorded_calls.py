@@ -1,5 +1,7 @@
 """The calls that are measured: what a model gave its modules and rotary functions while it ran, and its last layer."""
 
+from __future__ import annotations
+
 import copy
 import sys
 from collections.abc import Callable, Iterator

@@ -1,5 +1,7 @@
 """Lays out the results of a benchmark: as a table, and as the lines of a report to attach to an issue."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from typing import Any
 

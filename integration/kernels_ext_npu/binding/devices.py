@@ -1,5 +1,7 @@
 """What a user hands in: a module, and where it computes, also while its weights are elsewhere or not there yet."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

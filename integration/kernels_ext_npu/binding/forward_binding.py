@@ -20,6 +20,8 @@ nobody sums any more, or weights that nobody loads. A module whose wrapper holds
 it has, and is reported as wrapped.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 from collections.abc import Callable, Iterator

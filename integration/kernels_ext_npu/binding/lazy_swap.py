@@ -4,6 +4,8 @@ Frameworks load models without ``use_kernels=True`` and then move, cast, adapt a
 At the first forward all of that is done.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any

@@ -4,6 +4,8 @@ Forwards of ours are marked. Nothing else reaches into a loaded package. ``swigl
 exports `blocks`, `gates` and `layout`.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable
 from types import FunctionType, MethodType

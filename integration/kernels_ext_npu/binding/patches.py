@@ -1,5 +1,7 @@
 """Changes to objects that are not ours, each of which is taken back by what made it."""
 
+from __future__ import annotations
+
 import functools
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping

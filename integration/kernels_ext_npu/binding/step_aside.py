@@ -5,6 +5,8 @@ so it asks, in every call. What the layer does not take, such as a list or a ten
 class does it, or computed with a warning. What the device refuses, a RuntimeError, is said.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 import warnings

@@ -1,5 +1,7 @@
 """The command line ``kernels-ext-npu``."""
 
+from __future__ import annotations
+
 import logging
 from typing import Annotated
 

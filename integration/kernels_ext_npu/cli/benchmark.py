@@ -1,5 +1,7 @@
 """``kernels-ext-npu benchmark``: what calls of real models cost, by their original, by our kernels and by others'."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 

@@ -1,5 +1,7 @@
 """``kernels-ext-npu bundle``: all kernels in one file, for machines without internet."""
 
+from __future__ import annotations
+
 import hashlib
 from pathlib import Path
 from typing import Annotated

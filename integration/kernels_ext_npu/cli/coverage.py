@@ -1,5 +1,7 @@
 """``kernels-ext-npu coverage``: what of the installed transformers has a kernel, and why the rest has none."""
 
+from __future__ import annotations
+
 from typing import Annotated
 
 import typer

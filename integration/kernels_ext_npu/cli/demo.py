@@ -1,5 +1,7 @@
 """``kernels-ext-npu demo``: kernels swapped into models, which are then compared with their originals."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Annotated
 

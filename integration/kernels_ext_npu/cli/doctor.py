@@ -1,5 +1,7 @@
 """``kernels-ext-npu doctor``: what is wrong on this machine, and what to do."""
 
+from __future__ import annotations
+
 from typing import Annotated
 
 import typer

@@ -1,5 +1,7 @@
 """``kernels-ext-npu inspect``: what the kernels do for a model, without its weights and without an NPU."""
 
+from __future__ import annotations
+
 import logging
 import re
 from pathlib import Path

@@ -1,5 +1,7 @@
 """``kernels-ext-npu selftest``: every kernel on the NPU of this machine, against float64 on the host."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Annotated
 

@@ -5,6 +5,8 @@ qwen3_vl_vision are in models/qwen3_vl. What is in the files of a folder belongs
 folder has no modeling file is in the folder of the class that the auto classes make for it: gpt-sw3 is in models/gpt2.
 """
 
+from __future__ import annotations
+
 import difflib
 import importlib
 import inspect

@@ -1,5 +1,7 @@
 """What `kernels-ext-npu coverage` prints: tables for a terminal, and JSON."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -4,6 +4,8 @@ A captured step may not read lengths on the host, as attention of packed sequenc
 the device makes of the lengths: once a step and kind of layer, in the graph, so that each replay has those of its own.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +42,7 @@ def _resolve(original: Callable, config: Any, cb_config: Any, *args: Any, **kwar
     NPU gets transformers' error, and who leaves it open does without.
     """
     if utils.get_accelerator_graph_name() == GRAPHS:
+        _refuse_heads_of_two_sizes(config)
         cb_config = copy.copy(cb_config)
         if cb_config.use_async_batching is None:
             cb_config.use_async_batching = False
@@ -47,6 +50,19 @@ def _resolve(original: Callable, config: Any, cb_config: Any, *args: Any, **kwar
         if cb_config.use_cuda_graph is None and not asks:
             cb_config.use_cuda_graph = False
     return original(config, cb_config, *args, **kwargs)
+
+
+def _refuse_heads_of_two_sizes(config: Any) -> None:
+    """Refuse latent attention, whose keys and values transformers 5.22.2 writes into pages of another size."""
+    if not hasattr(config, "qk_nope_head_dim"):
+        return
+    key, value = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    page = utils.find_head_dim(config)
+    if not key == value == page:
+        raise ValueError(
+            f"continuous batching: pages of {config.model_type} are for heads of {page} numbers, and its latent "
+            f"attention has keys of {key} and values of {value}. Use generate"
+        )
 
 
 def _switch(original: Callable, manager: Any, model: Any, auto_switch_to_flash: bool = True) -> None:

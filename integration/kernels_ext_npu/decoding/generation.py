@@ -1,5 +1,7 @@
 """Let transformers' ``generate`` decode in graphs on NPUs, where it is asked to."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

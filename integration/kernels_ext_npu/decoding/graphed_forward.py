@@ -1,5 +1,7 @@
 """Call a model's forward by a graph: what it launches for one token is captured, and replayed from then on."""
 
+from __future__ import annotations
+
 import traceback
 from pathlib import Path
 from typing import Any

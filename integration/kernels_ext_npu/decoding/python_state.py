@@ -1,5 +1,7 @@
 """See what Python keeps between the steps of a decoding: a graph replays what the device does, nothing of Python."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Write one token into a static cache in fewer launches, and without numbers of the host, which no graph holds."""
 
+from __future__ import annotations
+
 import functools
 import hashlib
 from collections.abc import Callable

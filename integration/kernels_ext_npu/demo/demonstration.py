@@ -1,5 +1,7 @@
 """The demo: tiny models, or a checkpoint, on an NPU with kernels swapped in, against their originals on the CPU."""
 
+from __future__ import annotations
+
 import tempfile
 from pathlib import Path
 from typing import Any

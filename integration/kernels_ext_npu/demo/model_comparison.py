@@ -1,5 +1,7 @@
 """The models of the demo, tiny random ones, and the comparison of one with kernels on the NPU with its original."""
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from collections.abc import Iterator

@@ -5,6 +5,8 @@ or ordered by chance: the same content gives the same bytes on every machine. Wh
 would be written.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import re

@@ -33,6 +33,8 @@ def write(output: Path, source: str | Path = "bundled") -> list[KernelRepository
     Raises:
         BundleError: the source holds no kernels, or others than their metadata says, or the file cannot be written.
     """
+    if output.is_dir() or not output.absolute().parent.is_dir():
+        raise BundleError(f"{output} is a folder, or lies in one that does not exist")
     if source == "hub":
         repositories = [_from_hub(name) for name in catalogue.REPOSITORIES]
     else:
@@ -43,8 +45,6 @@ def write(output: Path, source: str | Path = "bundled") -> list[KernelRepository
         repositories = [_from_folder(sources.root(source) / name) for name in catalogue.REPOSITORIES]
     _refuse(_problems(repositories))
     content = bundle_archive.pack(repositories)
-    if output.is_dir() or not output.absolute().parent.is_dir():
-        raise BundleError(f"{output} is a folder, or lies in one that does not exist")
     try:
         _write(output, content, output.absolute().parent)
     except OSError as error:

@@ -1,5 +1,7 @@
 """What the Hub holds of a kernel repository: the commit of a version, its files, and whether a download is these."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import httpx2

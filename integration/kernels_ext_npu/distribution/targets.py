@@ -1,5 +1,7 @@
 """What a path may be that is to be verified: a clone, a kernel repository, a build, a variant, or a cache."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import re

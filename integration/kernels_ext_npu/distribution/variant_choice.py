@@ -1,5 +1,7 @@
 """Which variant `kernels` takes: on this machine, or on one that is described."""
 
+from __future__ import annotations
+
 import platform
 from contextlib import suppress
 from dataclasses import dataclass

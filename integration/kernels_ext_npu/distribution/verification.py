@@ -3,6 +3,8 @@
 `kernels` does not check it when it loads one. Everything that is wrong is listed, each with the file that it concerns.
 """
 
+from __future__ import annotations
+
 import json
 from collections import defaultdict
 from dataclasses import dataclass, field

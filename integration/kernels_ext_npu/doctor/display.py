@@ -1,5 +1,7 @@
 """Shows findings to people: a list, and what to do at its end, with commands that can be copied."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 

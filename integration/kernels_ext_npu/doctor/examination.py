@@ -1,5 +1,7 @@
 """The order of the examination: probes first, as many at once as do not need one another, then conclusions."""
 
+from __future__ import annotations
+
 import os
 import platform
 import sys

@@ -3,6 +3,8 @@
 Errors that users of torch_npu, kernels and transformers meet are known, with what they mean, and what to do.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterable

@@ -1,5 +1,7 @@
 """Reads what is installed from metadata and sources: nothing is imported, so that nothing can crash."""
 
+from __future__ import annotations
+
 import ast
 import importlib.util
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """What doctor looks at, before anything is concluded from it: the outcomes of probes, and what they mean together."""
 
+from __future__ import annotations
+
 import os
 import queue
 import time

@@ -4,6 +4,8 @@ They name each step before they take it, and say what they find as soon as they 
 import what may fail, or is slow, in the step that needs it.
 """
 
+from __future__ import annotations
+
 import os
 import subprocess
 from contextlib import suppress

@@ -1,5 +1,7 @@
 """Inspects a model: which kernel serves which of its modules, and what that changes."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """A mesh of ranks without processes: transformers' own engines shard a model for the first of them."""
 
+from __future__ import annotations
+
 import math
 import re
 import sys
@@ -170,7 +172,8 @@ def _shard(model: PreTrainedModel, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     manager: Any
     try:
         wanted = DistributedConfig(tp_size=mesh.tp, ep_size=mesh.ep, fsdp_size=mesh.fsdp)
-        config, _, manager = type(model).prepare_distribute_model(wanted)
+        config, _, made = type(model).prepare_distribute_model(wanted)
+        manager: Any = made
         type(model).maybe_distribute_model(model, config, manager)
     except Exception as error:  # sizes or a plan that transformers refuses
         raise CannotInspectError(f"transformers does not shard it for {mesh}: {first_line(error)}") from error

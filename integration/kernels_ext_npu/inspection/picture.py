@@ -4,6 +4,8 @@ All axes are linear and begin at zero, so that lengths can be compared; every ba
 operator may launch a thousand times less often than another one.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Prints an inspection: as tables, and as JSON."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any

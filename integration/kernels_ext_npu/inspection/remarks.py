@@ -1,5 +1,7 @@
 """What there is to say about figures: modules that did not run, where an error arose, products that nobody counts."""
 
+from __future__ import annotations
+
 import re
 import traceback
 from collections.abc import Iterable, Iterator

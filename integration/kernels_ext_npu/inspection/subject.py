@@ -1,5 +1,7 @@
 """What is inspected: a configuration by any of its names, the model it describes on fake tensors, and its inputs."""
 
+from __future__ import annotations
+
 import difflib
 import importlib.util
 import inspect

@@ -3,6 +3,8 @@
 `from_pretrained(use_kernels=True)`, `kernelize(model)` and the first call of a model that waited all go through it.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 from collections.abc import Callable, Iterator

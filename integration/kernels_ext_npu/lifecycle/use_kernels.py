@@ -1,5 +1,7 @@
 """What ``use_kernels=True`` does while kernels are registered."""
 
+from __future__ import annotations
+
 import inspect
 import warnings
 from collections.abc import Callable

@@ -3,6 +3,8 @@
 The predicates stand in the kernels, beside the calls that they guard, each with its source.
 """
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass
 

@@ -1,5 +1,7 @@
 """What a machine has, as every report and command describes it; and signs of Ascend hardware and of CANN in files."""
 
+from __future__ import annotations
+
 import os
 import platform
 import re

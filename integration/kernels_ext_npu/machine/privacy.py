@@ -1,5 +1,7 @@
 """Keeps tokens, passwords, paths and names out of whatever is printed or attached to an issue."""
 
+from __future__ import annotations
+
 import getpass
 import json
 import os

@@ -3,6 +3,8 @@
 One classifier for the coverage, which sees classes, and for the report of a model, which sees modules.
 """
 
+from __future__ import annotations
+
 import ast
 import functools
 import importlib
@@ -51,6 +53,7 @@ _NAMES = {
     kinds.HYPER_CONNECTIONS: re.compile("Hyper(Connection|Head)$"),
     kinds.INDEXERS: re.compile("Indexer(Scorer)?$"),
     kinds.COMPRESSORS: re.compile("Compressor$"),
+    kinds.FORGET_GATES: re.compile("ForgetGate$"),
 }
 _GATE_NAMES = re.compile("Gate$|Gating$")  # of routers, if they choose some
 _ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: counted is what takes several

@@ -1,5 +1,7 @@
 """What stands under the decorators of transformers, and under the modules that `kernels` makes of functions."""
 
+from __future__ import annotations
+
 from types import CodeType, FunctionType
 from typing import Any
 

@@ -8,6 +8,8 @@ but for those of a forward. What a decorator does is not in the tree: only funct
 through match, where both sides have them. transformers' decorator of experts says itself what a class computes.
 """
 
+from __future__ import annotations
+
 import ast
 import inspect
 from functools import cache

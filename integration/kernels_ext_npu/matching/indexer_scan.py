@@ -11,6 +11,8 @@ takes indices. Such forwards are written anew: one ends with a call in place of 
 indices and the mask as they are. All other lines stay.
 """
 
+from __future__ import annotations
+
 import ast
 import inspect
 from collections.abc import Callable

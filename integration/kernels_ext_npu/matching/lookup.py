@@ -1,5 +1,7 @@
 """Which classes and functions compute what: their fingerprints against those of the patterns."""
 
+from __future__ import annotations
+
 from functools import cache
 from types import FunctionType
 

@@ -16,6 +16,8 @@ Such a forward is written anew, with a call in place of each of the three; all o
 scales what it adds, or norms before it adds, has no such lines.
 """
 
+from __future__ import annotations
+
 import ast
 import re
 from collections.abc import Callable

@@ -4,6 +4,8 @@ Every operator of torch and of torch_npu that moves data is a launch; views and 
 tensors and for fake ones, whose operators only run torch_npu's meta kernels.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +25,8 @@ NO_LAUNCHES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_s
 PICKING = {"embedding", "gather", "index", "index_select"}
 # of a shape that a tensor has, or of the dtype of one
 LIKE = {"full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"}
+# which write to their first argument, and leave unread what it was
+OVERWRITING = {"copy_", "fill_", "zero_"}
 # of operators that read a value on the host, or whose result has as many elements as values say
 READING = frozenset(
     f"aten::{name}"
@@ -67,10 +71,12 @@ def _unread(name: str, args: tuple, kwargs: dict, given: list[torch.Tensor]) -> 
 
     It picks some elements of a tensor, such as the rows of an embedding, puts some into it, or takes its shape alone:
     ``aclnnInplaceScatter`` copies nothing but these elements where the dimension is the last (CANN's ops-nn,
-    index/scatter_elements_v2/op_api/aclnn_scatter.cpp). In products by groups no row is multiplied with the weights
-    of experts without a token. Tokens are taken to be routed to one expert after the other. The loop of products that
-    runs in the place of ``_grouped_mm`` has one without rows for each of these experts. Of sparse attention these
-    are the keys that no query chose, less those that are read for several.
+    index/scatter_elements_v2/op_api/aclnn_scatter.cpp). Gradients of permutations take the shape of tokens alone, and
+    those of rotations read what was rotated for the gradients of cos and sin, which they make where these need one:
+    op-plugin, op_plugin_functions.yaml and RotaryMulBackwardKernelNpuOpApi.cpp. In products by groups no row is
+    multiplied with the weights of experts without a token. Tokens are taken to be routed to one expert after the other.
+    The loop of products that runs in the place of ``_grouped_mm`` has one without rows for each of these experts. Of
+    sparse attention these are the keys that no query chose, less those that are read for several.
     """
     if name == "npu_sparse_flash_attention":
         every = args[1], args[2], kwargs["key_rope"]
@@ -87,6 +93,10 @@ def _unread(name: str, args: tuple, kwargs: dict, given: list[torch.Tensor]) -> 
         return bytes_of(args[1:2])
     if name in LIKE:
         return bytes_of(args)
+    if name in OVERWRITING or name == "npu_moe_token_permute_grad":
+        return bytes_of(args[:1])
+    if name == "npu_rotary_mul_backward":
+        return 0 if any(table.requires_grad for table in args[2:4]) else bytes_of(args[1:2]) + bytes_of(given[1:])
     if name == "mm" and not given[0].numel():
         return bytes_of(args)
     if name != "npu_grouped_matmul" or len(args[1]) > 1 or args[1][0].dim() < 3:

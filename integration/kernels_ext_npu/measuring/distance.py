@@ -1,5 +1,7 @@
 """How far results are from exact ones: one measure for whatever is compared, and what whole models may differ by."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Tensors in values of any nesting."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from torch import Tensor

@@ -4,6 +4,8 @@ An operator that has no formula here is bound by memory, unless its name says th
 unknown, and whoever prints an estimate has to say so.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable
 from itertools import pairwise

@@ -5,6 +5,8 @@ one takes time too. S. Williams, A. Waterman, D. Patterson, "Roofline: an insigh
 multicore architectures", 2009.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

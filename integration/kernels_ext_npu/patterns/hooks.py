@@ -1,5 +1,7 @@
 """Whether somebody watches the calls of a module, which a kernel that computes more than it would pass by."""
 
+from __future__ import annotations
+
 from torch import nn
 from torch.nn.modules.module import (
     _global_backward_hooks,

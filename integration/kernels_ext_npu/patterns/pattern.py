@@ -1,5 +1,7 @@
 """What a pattern says: what is compared, and which layer takes its place on which instances."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

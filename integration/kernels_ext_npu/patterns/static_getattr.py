@@ -3,6 +3,8 @@
 A spectral norm goes a step further whenever its weight is read while it is trained, and an observer counts the reads.
 """
 
+from __future__ import annotations
+
 import inspect
 from typing import Any, Final
 

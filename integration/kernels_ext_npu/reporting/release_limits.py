@@ -1,5 +1,7 @@
 """What a release of CANN serves less of a kernel that is in place: a reason, which names the one that serves all."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

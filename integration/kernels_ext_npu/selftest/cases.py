@@ -1,5 +1,7 @@
 """What a case is: a function or layer of a repository with arguments, and what it has to give."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType

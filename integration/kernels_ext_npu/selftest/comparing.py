@@ -1,5 +1,7 @@
 """Compares results and gradients on the device with those of formulas in float64 on the host."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 

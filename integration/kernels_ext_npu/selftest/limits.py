@@ -4,6 +4,8 @@ Beyond its limit a release may refuse, crash or hang: then kernels are right to 
 computes the call, and rightly, they could ask for more.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,5 +1,7 @@
 """All that a selftest does, in order, each piece by an id that is known before it runs."""
 
+from __future__ import annotations
+
 import gc
 import tempfile
 from collections.abc import Callable

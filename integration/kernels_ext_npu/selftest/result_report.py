@@ -1,5 +1,7 @@
 """What is said of a selftest: a table for people, and JSON that can be attached to an issue."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from rich import box

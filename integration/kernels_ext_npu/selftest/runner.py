@@ -1,5 +1,7 @@
 """Runs a selftest: in processes of its own, of which each goes on behind what ended the one before."""
 
+from __future__ import annotations
+
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,5 +1,7 @@
 """The process that computes: it says what it does before it does it, so that a crash or a hang has a name."""
 
+from __future__ import annotations
+
 import os
 import traceback
 

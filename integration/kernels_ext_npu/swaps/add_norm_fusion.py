@@ -6,6 +6,8 @@ decodes one token a sequence without gradients; everywhere else that of its clas
 also norms its own result for the layer behind it, which takes that from the tensor if it is handed the same one.
 """
 
+from __future__ import annotations
+
 import functools
 import weakref
 from collections import Counter

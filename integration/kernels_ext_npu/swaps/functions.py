@@ -8,6 +8,8 @@ otherwise. Since the module is one for the process, a swap and its end reach all
 other devices the kernels compute what the original does.
 """
 
+from __future__ import annotations
+
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator

@@ -3,6 +3,8 @@
 It stays when the kernel is taken out: each weight has a storage of its own there, in which it looks as ever.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from torch import nn

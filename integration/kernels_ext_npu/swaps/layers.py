@@ -10,6 +10,8 @@ next call on; the report says so until ``kernelize()``, ``train()``, ``eval()`` 
 and take the layer that fits by then.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Iterator
 from typing import Any

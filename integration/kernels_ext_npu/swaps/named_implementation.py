@@ -1,5 +1,7 @@
 """Implementations of ours that configs name: transformers has tables of them for attention and for experts."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Why no kernel is in a module's place, or in a function's: what several kinds of kernels say, each written once."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 from torch import nn

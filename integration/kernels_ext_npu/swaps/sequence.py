@@ -1,5 +1,7 @@
 """What goes into a model, in order: a new kind of kernel is one entry here."""
 
+from __future__ import annotations
+
 from kernels_ext_npu.swaps import add_norm_fusion, attention, experts, functions, gate_up_layout, layers
 from kernels_ext_npu.swaps.linear import lora
 from kernels_ext_npu.swaps.loss import lm_head_loss

@@ -54,6 +54,7 @@ def test_counts_are_those_of_the_operator(report) -> None:
     assert hidden_states + rstd <= row["peak_memory_bytes"] <= hidden_states + rstd + 2 * 512
 
 
+@pytest.mark.software
 def test_there_are_no_times_on_the_software_device(mixture, report) -> None:
     keys = set(re.findall('"([^"]+)":', mixture.stdout))
     assert not [key for key in keys if any(part in key for part in ("ms", "time", "quartile", "second"))]
@@ -62,6 +63,7 @@ def test_there_are_no_times_on_the_software_device(mixture, report) -> None:
     assert "median" not in mixture.stderr
 
 
+@pytest.mark.software
 def test_it_says_where_figures_come_from(report) -> None:
     assert report["device"].startswith("software device")
     assert {"torch", "torch_npu", "transformers", "kernels", "cann", "LLaMA-Factory"} <= report["versions"].keys()

@@ -40,6 +40,7 @@ def lines_of(kernels: set[str]) -> set[str]:
     }
 
 
+@pytest.mark.software
 def test_the_software_device_writes_none(tmp_path: Path) -> None:
     said = refusal("--model", write_config(tmp_path, "llama"), "--report", tmp_path / "report.json")
     assert "--report: The software device computes on the host" in said

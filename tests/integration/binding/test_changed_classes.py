@@ -1,21 +1,23 @@
 """A class is given another forward, or a module another class, after the swap: that computes from the next call on."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 import kernels_ext_npu
 from kernels_ext_npu.binding import forward_binding
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import DeepseekV3MoE, Qwen3MoeSparseMoeBlock
 from tests.support import expert_modules, zoo
-from tests.support.agreement import TOLERANCE
+from tests.support.nearness import TOLERANCE, assert_near
+from tests.support.served import kernelized
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -61,7 +63,9 @@ def scaling(forward: Callable) -> Callable:
 
 
 def of_class(model: nn.Module, name: str) -> list[nn.Module]:
-    return [module for module in model.modules() if type(module).__name__ == name]
+    """Return the modules of a class; of linear layers, where some have adapters, these alone."""
+    found = [module for module in model.modules() if type(module).__name__ == name]
+    return [module for module in found if hasattr(module, "base_layer")] or found
 
 
 @contextmanager
@@ -104,76 +108,80 @@ def own_forward(name: str, *models: nn.Module) -> Iterator[None]:
             module.forward = forward  # type: ignore[method-assign]
 
 
-CHANGES = [class_forward, other_class, own_forward]
-
-
-def inputs(name: str, model: nn.Module) -> dict[str, Tensor]:
-    """Inputs without padding."""
-    given = {key: value.to(next(model.parameters()).device) for key, value in zoo.inputs(name, model).items()}
-    return {key: value for key, value in given.items() if key != "attention_mask"}
+Change = Callable[..., AbstractContextManager[None]]
+CHANGES: list[Change] = [class_forward, other_class, own_forward]
 
 
 def output(model: nn.Module, name: str) -> Tensor:
-    with torch.no_grad():
-        return model(**inputs(name, model))[0].cpu()
+    """Return what a model gives for inputs without padding."""
+    plain = model.base_model.model if isinstance(model, PeftModel) else model
+    return model(**{key: value for key, value in zoo.inputs(name, plain).items() if key != "attention_mask"})[0]
 
 
-def assert_equal(found: Tensor, expected: Tensor) -> None:
-    assert (found - expected).norm() <= TOLERANCE * expected.norm()
+def assert_counts(
+    change: Change,
+    kind: str,
+    models: Sequence[nn.Module],
+    run: Callable[[nn.Module], Tensor],
+    *looks: Callable[[nn.Module], object],
+) -> None:
+    """Change an original and a model with kernels: both give the same, in whichever way the latter is looked at."""
+    original, model = models
+    unchanged = run(original)
+    assert_near(run(model), unchanged)
+    with change(kind, *models):
+        expected = run(original)
+        assert (expected - unchanged).norm() > 100 * TOLERANCE * expected.norm()  # the change shows
+        assert_near(run(model), expected)
+        for look in looks:
+            look(model)
+            assert_near(run(model), expected)
+    for look in looks[-1:]:
+        look(model)
+    assert_near(run(model), unchanged)
+
+
+def train_without_dropout(model: nn.Module) -> None:
+    model.train()
+    nn.Module.train(model, False)  # transformers' own would look again
 
 
 @pytest.mark.parametrize(("name", "kind"), PLACES)
 def test_it_computes_from_the_next_call_on_and_whenever_kernels_are_looked_at(subtests, name: str, kind: str) -> None:
-    original = zoo.build(name).eval()
+    original = zoo.build(name)
     model = copy.deepcopy(original).to("npu")
     model.set_use_kernels(True)
-    unchanged = output(original, name)
-    assert_equal(output(model, name), unchanged)
     for change in CHANGES:
-        with subtests.test(change.__name__):
-            with change(kind, original, model):
-                expected = output(original, name)
-                assert (expected - unchanged).norm() > 100 * TOLERANCE * expected.norm()  # the change shows
-                assert_equal(output(model, name), expected)
-                model.train()
-                nn.Module.train(model, False)  # no dropout; transformers' own would look again
-                assert_equal(output(model, name), expected)
-                model.eval()
-                assert_equal(output(model, name), expected)
-            model.eval()
-            assert_equal(output(model, name), unchanged)
+        with subtests.test(change.__name__), torch.no_grad():
+            looks = train_without_dropout, lambda model: model.eval()
+            assert_counts(change, kind, (original, model), partial(output, name=name), *looks)
 
 
 @pytest.mark.parametrize("end", [kernels_ext_npu.restore, lambda model: kernels_ext_npu.unregister()])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(("name", "kind"), [("qwen3", "Qwen3MLP"), ("qwen3_moe", "Qwen3MoeTopKRouter")])
-def test_it_stays_when_kernels_go(name: str, kind: str, change, end: Callable) -> None:
-    original = zoo.build(name).eval()
-    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
-    with change(kind, original, model):
-        expected = output(original, name)
-        end(model)
-        assert_equal(output(model, name), expected)
+def test_it_stays_when_kernels_go(name: str, kind: str, change: Change, end: Callable) -> None:
+    assert_counts(change, kind, (zoo.build(name), kernelized(name)), partial(output, name=name), end)
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", ["Qwen3RMSNorm", "Qwen3MLP"])
 def test_a_graph_that_was_captured_before_is_captured_again(kind: str, change) -> None:
     torch._dynamo.reset()
-    model = kernels_ext_npu.kernelize(zoo.build("qwen3").eval().to("npu"))
+    model = kernelized("qwen3")
     module = of_class(model, kind)[0]
     original = kernels_ext_npu.restore(copy.deepcopy(module)).cpu()
     compiled = torch.compile(module, backend="eager", fullgraph=True)
     x = torch.randn(2, 5, next(module.parameters()).shape[-1], generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert_equal(compiled(x.npu()).cpu(), original(x))
+        assert_near(compiled(x.npu()), original(x))
         with change(kind, original, module):
-            assert_equal(compiled(x.npu()).cpu(), original(x))
-        assert_equal(compiled(x.npu()).cpu(), original(x))
+            assert_near(compiled(x.npu()), original(x))
+        assert_near(compiled(x.npu()), original(x))
 
 
 def test_it_may_take_more_than_what_it_is_in_the_place_of() -> None:
-    model = kernels_ext_npu.kernelize(zoo.build("qwen3").eval().to("npu"))
+    model = kernelized("qwen3")
     mlp: Any = model.model.layers[0].mlp
     x = torch.ones(1, 2, mlp.gate_proj.in_features, device="npu")
     expected = mlp(x)
@@ -183,43 +191,35 @@ def test_it_may_take_more_than_what_it_is_in_the_place_of() -> None:
     forward = type(mlp).forward
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(mlp), "forward", lambda self, x, scale: scale * forward(self, x))
-        assert_equal(mlp(x, scale=2).cpu(), 2 * expected.cpu())
-        assert_equal(mlp(x, 2).cpu(), 2 * expected.cpu())
+        assert_near(mlp(x, scale=2), 2 * expected)
+        assert_near(mlp(x, 2), 2 * expected)
 
 
 def test_a_wrapper_goes_on_with_what_it_wraps() -> None:
     """It holds what the class had when the module was wrapped, whatever the class is given then."""
-    original = zoo.build("qwen3").eval()
-    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    original, model = zoo.build("qwen3"), kernelized("qwen3")
     unchanged = output(original, "qwen3")
     for each in (original, model):
         for mlp in of_class(each, "Qwen3MLP"):
             inner = mlp.forward
             mlp.forward = lambda x, _inner=inner: _inner(x)  # type: ignore[method-assign]
     with class_forward("Qwen3MLP", original, model):
-        assert_equal(output(original, "qwen3"), unchanged)
-        assert_equal(output(model, "qwen3"), unchanged)
+        assert_near(output(original, "qwen3"), unchanged)
+        assert_near(output(model, "qwen3"), unchanged)
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("cls", [Qwen3MoeSparseMoeBlock, DeepseekV3MoE])
 def test_experts_in_a_list_are_called_then(cls: type[nn.Module], change) -> None:
     original = expert_modules.block(cls)
-    model = kernels_ext_npu.kernelize(nn.ModuleDict({"block": copy.deepcopy(original)}).to("npu"))
+    model = kernels_ext_npu.kernelize(nn.ModuleDict({"block": copy.deepcopy(original)}).to("npu"))["block"]
+    assert forward_binding.kernel_forward(model) is not None
 
-    def results() -> list[Tensor]:
-        x = expert_modules.block_inputs()
-        both = original(x), model["block"](x.npu())
-        return [(each[0] if isinstance(each, tuple) else each).detach().cpu() for each in both]
+    def run(block: nn.Module) -> Tensor:
+        found = block(expert_modules.block_inputs().to(next(block.parameters()).device))
+        return found[0] if isinstance(found, tuple) else found
 
-    unchanged, found = results()
-    assert_equal(found, unchanged)
-    assert forward_binding.kernel_forward(model["block"]) is not None
-    with change(type(original.experts[0]).__name__, original, model):
-        expected, found = results()
-        assert (expected - unchanged).norm() > 100 * TOLERANCE * expected.norm()
-        assert_equal(found, expected)
-    assert_equal(results()[1], unchanged)
+    assert_counts(change, type(original.experts[0]).__name__, (original, model), run)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -229,28 +229,7 @@ def test_layers_with_adapters_are_called_then(change) -> None:
     config = LoraConfig(target_modules=["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], init_lora_weights=False)
     original = get_peft_model(zoo.build("qwen3"), config).eval()
     model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
-
-    def trained(each: Any) -> Tensor:
-        return each(**inputs("qwen3", each.base_model.model))[0].detach().cpu()
-
-    unchanged = trained(original)
-    assert_equal(trained(model), unchanged)
-    with change("Linear", _Adapted(original), _Adapted(model)):
-        expected = trained(original)
-        assert (expected - unchanged).norm() > 100 * TOLERANCE * expected.norm()
-        assert_equal(trained(model), expected)
-    assert_equal(trained(model), unchanged)
-
-
-class _Adapted(nn.Module):
-    """Gives the layers with adapters of a model alone: those that they adapt have a class of the same name."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.layers = [module for module in model.modules() if hasattr(module, "base_layer")]
-
-    def modules(self) -> Iterator[nn.Module]:  # type: ignore[override]
-        return iter(self.layers)
+    assert_counts(change, "Linear", (original, model), partial(output, name="qwen3"))
 
 
 @pytest.mark.parametrize(("name", "kind", "given"), [
@@ -264,8 +243,7 @@ class _Adapted(nn.Module):
     ("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", [torch.ones(64)]),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_as_by_the_class(name: str, kind: str, given: list[Any]) -> None:
-    original = zoo.build(name).eval()
-    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    original, model = zoo.build(name), kernelized(name)
     with pytest.raises(Exception) as expected:  # noqa: PT011  whatever the class raises
         of_class(original, kind)[0](*given)
     with pytest.raises(expected.type):

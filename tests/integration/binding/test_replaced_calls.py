@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import kernels_ext_npu
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
 from tests.support import expert_modules, zoo
-from tests.support.agreement import TOLERANCE
+from tests.support.nearness import assert_near, gradients
 
 
 def scaling(original: Callable, watched: type[nn.Module]) -> Callable:
@@ -36,19 +36,18 @@ def build(name: str) -> nn.Module:
 def results(model: nn.Module, name: str) -> list[Tensor]:
     """The loss, and all gradients in one tensor."""
     model.zero_grad()
-    inputs = {key: value.to(next(model.parameters()).device) for key, value in zoo.inputs(name, model).items()}
+    inputs = zoo.inputs(name, model)
     labels = inputs["input_ids"]
     if "attention_mask" in inputs:  # what is computed of padding is nobody's business
         labels = labels.masked_fill(inputs["attention_mask"] == 0, -100)
     loss = model(**inputs, labels=labels).loss
     loss.backward()
-    gradients = [p.grad.detach().cpu().double().flatten() for p in model.parameters() if p.grad is not None]
-    return [loss.detach().cpu().double(), torch.cat(gradients)]
+    return [loss.detach().cpu(), torch.cat([gradient.cpu().flatten() for gradient in gradients(model).values()])]
 
 
 def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
     for a, b in zip(found, expected, strict=True):
-        assert (a - b).norm() <= TOLERANCE * b.norm()
+        assert_near(a, b)
 
 
 # where something is put, and the class that it changes
@@ -91,7 +90,7 @@ def test_lists_of_experts_call_it(registered, monkeypatch, owner: type[nn.Module
     x = expert_modules.block_inputs()
     monkeypatch.setattr(owner, attribute, scaling(getattr(owner, attribute), nn.Linear), raising=False)
     expected = original(x)[0]
-    assert (model["block"](x.npu())[0].cpu() - expected).norm() <= TOLERANCE * expected.norm()
+    assert_near(model["block"](x.npu())[0], expected)
 
 
 class Cubed(nn.Module):
@@ -114,6 +113,4 @@ def test_a_graph_calls_an_activation_that_was_not_seen_before(registered, name: 
         blocks.append(block)
     x = torch.randn(2, 5, next(blocks[0].parameters()).shape[-1], generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected = blocks[0](x)
-        found = torch.compile(blocks[1], backend="aot_eager")(x.npu()).cpu()
-    assert (found - expected).norm() <= TOLERANCE * expected.norm()
+        assert_near(torch.compile(blocks[1], backend="aot_eager")(x.npu()), blocks[0](x))

@@ -1,17 +1,19 @@
 """The demo's models in graphs: captured at their very first call, and generating."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import kernels_ext_npu
 from kernels_ext_npu import model_configs
 from kernels_ext_npu.demo import model_comparison
+from tests.support.nearness import assert_each_near
 
 # Both are float32, with sums in another order: the demo's own tolerance.
-FLOAT32 = 1e-5
+assert_close = partial(assert_each_near, tolerance=1e-5)
 QUICK = {"Qwen3", "gpt-oss"}
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in model_configs.TINY]
 
@@ -22,10 +24,6 @@ def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     config = model_configs.config(name)
     return model_comparison.loader(config).from_config(config).eval()
-
-
-def assert_close(found: Tensor, expected: Tensor) -> None:
-    assert (found.cpu() - expected).abs().max() <= FLOAT32 * max(1.0, float(expected.abs().max()))
 
 
 @torch.no_grad()

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import CompileConfig
 
-import kernels_ext_npu
 import softnpu
 from tests.support import zoo
+from tests.support.served import kernelized
 
 GRAPHS = CompileConfig(backend="NPUGraph")
 NEW = 9
@@ -40,14 +40,9 @@ REFUSED = {
 }
 
 
-def build(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return kernels_ext_npu.kernelize(zoo.build(name).to("npu").eval())
-
-
 def prompts(name: str, model: nn.Module, length: int = 5) -> dict[str, Tensor]:
     made = zoo.inputs(name, model, length=length)
-    return {key: value.to("npu") for key, value in made.items() if key not in ("labels", "decoder_input_ids")}
+    return {key: value for key, value in made.items() if key != "decoder_input_ids"}
 
 
 def generate(model: nn.Module, inputs: dict[str, Tensor], **options: Any) -> Tensor:
@@ -71,12 +66,12 @@ def replays(model: nn.Module, inputs: dict[str, Tensor], **options: Any) -> int:
     [("qwen3", 5, NEW - 2), ("gemma3_text", 5, NEW - 2), ("gemma3_text", 2, NEW - 3), ("qwen3_next", 5, NEW - 2)],
 )
 def test_sampled_tokens_are_those_without_graphs(name: str, length: int, steps: int) -> None:
-    model = build(name)
+    model = kernelized(name)
     assert replays(model, prompts(name, model, length), do_sample=True) == steps
 
 
 def test_one_model_generates_again_and_again() -> None:
-    model = build("qwen3")
+    model = kernelized("qwen3")
     inputs = prompts("qwen3", model)
     assert replays(model, inputs, do_sample=False) == NEW - 2
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -88,7 +83,7 @@ def test_one_model_generates_again_and_again() -> None:
 def test_adapters_are_switched_in_between() -> None:
     from peft import LoraConfig
 
-    model = build("qwen3")
+    model = kernelized("qwen3")
     for name in ("first", "second"):
         config = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
         model.add_adapter(config, adapter_name=name)
@@ -102,19 +97,19 @@ def test_adapters_are_switched_in_between() -> None:
 
 @pytest.mark.parametrize("name", ["t5", "recurrent_gemma"])
 def test_what_cannot_be_captured_is_refused(name: str) -> None:
-    model = build(name)
+    model = kernelized(name)
     with pytest.raises(RuntimeError, match=REFUSED[name]):
         generate(model, prompts(name, model), compile_config=GRAPHS)
 
 
 def test_a_cache_that_grows_is_refused() -> None:
-    model = build("qwen3")
+    model = kernelized("qwen3")
     with pytest.raises(ValueError, match=re.escape("pass cache_implementation='static' too")):
         generate(model, prompts("qwen3", model), compile_config=GRAPHS, cache_implementation=None)
 
 
 def test_a_step_launches_nothing_but_its_graph() -> None:
-    model = build("qwen3")
+    model = kernelized("qwen3")
     inputs = prompts("qwen3", model)
     before = generate(model, inputs, compile_config=GRAPHS, max_new_tokens=4, min_new_tokens=None)
     softnpu.reset_counters()
@@ -136,7 +131,7 @@ def test_a_step_launches_nothing_but_its_graph() -> None:
 def test_every_model_of_the_zoo(name: str) -> None:
     if not zoo.can_generate(name):
         pytest.skip("it does not generate")
-    model = build(name)
+    model = kernelized(name)
     inputs = prompts(name, model)
     try:
         generate(model, inputs)

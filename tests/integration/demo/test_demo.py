@@ -28,6 +28,7 @@ def tables(output: str) -> list[dict[str, list[str]]]:
     return found
 
 
+@pytest.mark.software
 def test_ten_models_agree_and_every_norm_is_one_launch() -> None:
     result = run("demo")
     assert result.exit_code == 0, result.output

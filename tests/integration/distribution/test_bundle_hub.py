@@ -8,19 +8,10 @@ import pytest
 
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.distribution import bundle_archive, sources
+from tests.integration.distribution.test_bundles import LOAD, NOBODY, OFFLINE
 from tests.localhub import LocalHub
 
 COMMAND = "from kernels_ext_npu.cli import app; app()"
-NOBODY = "http://127.0.0.1:9"  # refuses every connection
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": NOBODY}
-
-LOAD = """
-import softnpu, torch, kernels
-kernel = kernels.get_kernel("kernels-ext-npu/RMSNorm", version=1, trust_remote_code=["kernels-ext-npu/RMSNorm"])
-kernel.rms_norm(torch.ones(4, 64, device="npu"), torch.ones(64, device="npu"), 1e-6)
-assert softnpu.counters()["npu_rms_norm"] == 1
-print(kernel.__file__)
-"""
 
 LOOK_UP = "import kernels; kernels.get_kernel('kernels-ext-npu/RMSNorm', version=1)"
 
@@ -94,7 +85,7 @@ def test_from_the_hub_to_a_machine_without_a_network(run_forked, localhub: Local
     assert {"README.md", ".gitattributes", "benchmarks/large.bin"} <= norm.files.keys()
     run_forked(COMMAND, "bundle", "--install", str(archive), **at(home))
     folder = home / "hub" / "kernels--kernels-ext-npu--RMSNorm"
-    file = run_forked(LOAD, **at(home)).stdout.strip()
+    file, _ = run_forked(LOAD, **at(home)).stdout.splitlines()
     assert file == f"{folder}/snapshots/{published['RMSNorm']}/build/torch-npu/__init__.py"
 
     before, after = published["RMSNorm"], publish(localhub, "second", ["RMSNorm"])["RMSNorm"]

@@ -56,6 +56,7 @@ def doctor(run_python, tmp_path: Path) -> Callable[..., Report]:
     return run
 
 
+@pytest.mark.software
 def test_a_machine_without_a_card_is_healthy_with_the_software_device(doctor, tmp_path: Path) -> None:
     secrets = {"HF_TOKEN": "hf_topsecret1234", "HTTPS_PROXY": "http://somebody:pass%20word@127.0.0.1:9"}
     endpoint = "https://mirror-user:mirror-password@127.0.0.1:9"
@@ -90,6 +91,7 @@ def shown(report: dict[str, Any], width: int) -> str:
     return console.file.getvalue()
 
 
+@pytest.mark.software
 def test_a_dead_hub_is_a_problem_for_who_wants_the_kernels_from_there(doctor) -> None:
     hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     report = doctor("--source", "hub", **hub)

@@ -218,6 +218,7 @@ def test_a_folder_of_cann_that_does_not_exist(monkeypatch, tmp_path: Path) -> No
     assert f"ASCEND_HOME_PATH is {tmp_path}/gone, which is no folder" == finding.summary
 
 
+@pytest.mark.software
 def test_torch_npu_with_cann_but_without_a_device(monkeypatch, tmp_path: Path) -> None:
     """The real wheel, with libraries in place of CANN's: here the runtime tells that there is no device."""
     environment = faults.played_cann(tmp_path, "10.0.0", devices=0)
@@ -258,6 +259,7 @@ def test_a_tool_of_the_driver_that_fails(monkeypatch, tmp_path: Path) -> None:
     assert finding.summary == "npu-smi info: it ended with 255: dcmi model initialized failed. ret is -8005"
 
 
+@pytest.mark.software
 def test_a_machine_without_a_compiler_has_no_software_device(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CC", "/nonexistent")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -16,7 +16,7 @@ import softnpu
 from kernels_ext_npu.inspection.counting import repetition
 from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.inspection.counting.dispatch import Counting
-from kernels_ext_npu.inspection.counting.known_values import KnownValues
+from kernels_ext_npu.inspection.counting.known_values import KnownValues, UnknownValueError
 from kernels_ext_npu.inspection.counting.phases import count
 from kernels_ext_npu.measuring import roofline
 from tests.support import memory, zoo
@@ -266,9 +266,17 @@ class TestRoofline:
         assert self.seconds(attention, shape, key, key) == pytest.approx(expected, rel=0.05)  # and a mask is made
 
 
-def test_values_that_follow_from_sizes_are_known_and_others_are_not() -> None:
-    from kernels_ext_npu.inspection.counting.known_values import UnknownValueError
+def test_loops_that_write_into_a_tensor_run_once_on_fake_tensors() -> None:
+    with FakeTensorMode() as fake, Counting(KnownValues(), SOC) as counting:
+        states = torch.empty(6, 2, 4, 4, device="npu").unbind()
+        before = sum(fake.cache_info().bypasses.values())
+        for n in range(5):
+            torch.baddbmm(states[n], states[n], states[n], out=states[n + 1])
+        assert sum(fake.cache_info().bypasses.values()) == before + 1  # others take a millisecond
+    assert counting.launches == {"baddbmm": 5}
 
+
+def test_values_that_follow_from_sizes_are_known_and_others_are_not() -> None:
     values = KnownValues()
     with FakeTensorMode(allow_non_fake_inputs=True), Counting(values, SOC):
         positions = torch.arange(6, device="npu")

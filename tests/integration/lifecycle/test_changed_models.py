@@ -12,7 +12,8 @@ from transformers.activations import ACT2FN
 
 import kernels_ext_npu
 from tests.support import zoo
-from tests.support.agreement import TOLERANCE
+from tests.support.nearness import TOLERANCE, assert_near
+from tests.support.served import kernelized, reasons, rows, swapped
 
 
 def modules(model: nn.Module, name: str) -> list[Any]:
@@ -43,11 +44,9 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str, str, str]] = {
 LOOKS = {"kernelize": kernels_ext_npu.kernelize, "train": lambda model: model.train()}
 
 
+@torch.no_grad()
 def outputs(model: nn.Module, name: str) -> Tensor:
-    device = next(model.parameters()).device
-    inputs = {key: value.to(device) for key, value in zoo.inputs(name, model).items()}
-    with torch.no_grad():
-        return model(**inputs).logits.cpu()
+    return zoo.logits(name, model).cpu()
 
 
 @pytest.mark.parametrize("look", LOOKS)
@@ -61,24 +60,22 @@ def test_a_change_counts_at_once_and_is_seen_at_the_next_look(registered, case: 
     for each in (original, model):
         for module in modules(each, class_name):
             change(module)
-    before = [row for row in kernels_ext_npu.report(model) if row.kind == kind]
-    assert not any(row.swapped for row in before)
-    assert all("changed since it was swapped in" in row.reason for row in before)
+    assert swapped(model, kind) == {False}
+    assert all("changed since it was swapped in" in reason for reason in reasons(model, kind))
     expected, at_once = outputs(original.eval(), name), outputs(model, name)
     assert (expected - unchanged).norm() > 100 * TOLERANCE * expected.norm()  # the change shows
     LOOKS[look](model)
     nn.Module.train(model, False)  # no dropout; transformers' own would look again
     for found in (at_once, outputs(model, name)):
-        assert (found - expected).norm() <= TOLERANCE * expected.norm()
-    rows = [row for row in kernels_ext_npu.report(model) if row.kind == kind]
-    assert not [row for row in rows if row.reason and "changed since" in row.reason]
+        assert_near(found, expected)
+    assert not [reason for reason in reasons(model, kind) if reason and "changed since" in reason]
 
 
 def test_a_kernel_that_is_left_out_now_is_taken_out(registered) -> None:
-    model = kernels_ext_npu.kernelize(zoo.build("qwen3").to("npu"))
+    model = kernelized("qwen3")
     kernels_ext_npu.register(kernels=["RMSNorm"])
     kernels_ext_npu.kernelize(model)
-    assert {row.kind for row in kernels_ext_npu.report(model) if row.swapped} == {"norms"}
+    assert {row.kind for row in rows(model) if row.swapped} == {"norms"}
 
 
 def test_a_part_that_was_restored_stays_so_until_it_is_asked_for(registered) -> None:
@@ -86,41 +83,36 @@ def test_a_part_that_was_restored_stays_so_until_it_is_asked_for(registered) -> 
     model.set_use_kernels(True)
     layer = model.model.layers[0]
 
-    def swapped() -> set[bool]:
-        return {row.swapped for row in kernels_ext_npu.report(layer) if row.kind in ("norms", "gated MLPs")}
+    def are_swapped() -> set[bool]:
+        return swapped(layer, "norms") | swapped(layer, "gated MLPs")
 
     kernels_ext_npu.restore(layer)
     for look in (model.train, model.eval):
         look()
-        assert swapped() == {False}
-    rows = [row for row in kernels_ext_npu.report(model) if row.path.startswith("model.layers.0.mlp")]
-    assert [row.reason for row in rows] == [
+        assert are_swapped() == {False}
+    assert reasons(layer, "gated MLPs") == {
         "restore() was called for this part of the model: kernelize() swaps kernels into it again"
-    ]
+    }
     kernels_ext_npu.kernelize(layer)
-    assert swapped() == {True}
+    assert are_swapped() == {True}
     kernels_ext_npu.restore(model.model)  # a transformers model in another
     model.train()
-    assert swapped() == {False}
+    assert are_swapped() == {False}
     model.use_kernels = False
     model.use_kernels = True  # asks for all of it
-    assert swapped() == {True}
+    assert are_swapped() == {True}
 
 
 def test_what_is_advised_can_be_done_where_the_model_is(registered) -> None:
-    model = kernels_ext_npu.kernelize(copy.deepcopy(zoo.build("qwen3")).to("npu"))
-    for mlp in modules(model, "MLP"):
+    model, original = kernelized("qwen3"), zoo.build("qwen3")
+    for mlp in (*modules(model, "MLP"), *modules(original, "MLP")):
         relu(mlp)
-    (here,) = {row.reason for row in kernels_ext_npu.report(model) if row.kind == "gated MLPs"}
-    model.to("cpu")
-    (away,) = {row.reason for row in kernels_ext_npu.report(model) if row.kind == "gated MLPs"}
+    (here,) = reasons(model, "gated MLPs")
+    (away,) = reasons(model.to("cpu"), "gated MLPs")
     assert here.endswith("; kernelize(model) takes the kernel out")
     assert away.endswith("; restore(model) takes the kernels out")
     kernels_ext_npu.restore(model)
-    original = copy.deepcopy(zoo.build("qwen3"))
-    for mlp in modules(original, "MLP"):
-        relu(mlp)
-    torch.testing.assert_close(outputs(model, "qwen3"), outputs(original, "qwen3"), rtol=0, atol=0)
+    assert torch.equal(outputs(model, "qwen3"), outputs(original, "qwen3"))
 
 
 # of positions: the operator would take it for the weight of a norm over two dimensions
@@ -134,23 +126,19 @@ WEIGHTS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_a_weight_of_another_shape_is_broadcast_as_without_kernels(registered, weight: str) -> None:
-    original = zoo.build("qwen3")
-    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    original, model = zoo.build("qwen3"), kernelized("qwen3")
     shape = zoo.inputs("qwen3", original)["input_ids"].shape
     for each in (original, model):
         each.model.norm.weight = nn.Parameter(WEIGHTS[weight](each.model.norm.weight.detach(), *shape))
-    found, expected = outputs(model, "qwen3"), outputs(original, "qwen3")
-    assert (found - expected).norm() <= TOLERANCE * expected.norm()
+    assert_near(outputs(model, "qwen3"), outputs(original, "qwen3"))
 
 
 def test_a_forward_of_another_file_counts_even_if_it_begins_in_the_same_line(registered, monkeypatch) -> None:
-    original = zoo.build("qwen3_moe")
-    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    original, model = zoo.build("qwen3_moe"), kernelized("qwen3_moe")
     outputs(model, "qwen3_moe")
     cls = type(modules(original, "Experts")[0].act_fn)
     lines_before = "\n" * (cls.forward.__code__.co_firstlineno - 1)
     exec(compile(f"{lines_before}def forward(self, x): return 0.5 * x", "other.py", "exec"), found := {})
     monkeypatch.setattr(cls, "forward", found["forward"])
     assert "other.py" in cls.forward.__code__.co_filename
-    ours, expected = outputs(model, "qwen3_moe"), outputs(original, "qwen3_moe")
-    assert (ours - expected).norm() <= TOLERANCE * expected.norm()
+    assert_near(outputs(model, "qwen3_moe"), outputs(original, "qwen3_moe"))

@@ -15,6 +15,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import kernels_ext_npu
 from tests.support import pages, zoo
+from tests.support.served import swapped
 
 WAITS = "swapped in when the model is first called on the NPU"
 
@@ -28,12 +29,8 @@ INPUTS = zoo.inputs("qwen3", zoo.build("qwen3"))
 
 
 def call(model: nn.Module) -> torch.Tensor:
-    inputs = {key: value.to(next(model.parameters()).device) for key, value in INPUTS.items()}
-    return model(**inputs).logits.detach().cpu()
-
-
-def swapped(model: nn.Module) -> set[bool]:
-    return {row.swapped for row in kernels_ext_npu.report(model)}
+    device = next(model.parameters()).device
+    return model(**{key: value.to(device) for key, value in INPUTS.items()}).logits.detach().cpu()
 
 
 def reasons(model: nn.Module, class_name: str) -> set[str | None]:
@@ -143,13 +140,6 @@ def test_unregister_leaves_the_wrapper_of_somebody_else_and_is_without_effect_be
         assert not zoo.build("qwen3")._forward_pre_hooks
     finally:  # what stood there before ours: a fixture would put ours back
         PreTrainedModel.__init__ = ours.__wrapped__
-
-
-def test_without_it_nothing_waits() -> None:
-    kernels_ext_npu.register()
-    model = zoo.build("qwen3").to("npu")
-    call(model)
-    assert {row.swapped for row in kernels_ext_npu.report(model) if row.kind != "attention"} == {False}
 
 
 def test_strict_raises_at_the_first_call(monkeypatch) -> None:

@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import kernels_ext_npu
 import softnpu
 from tests.support import zoo
+from tests.support.nearness import assert_near
+from tests.support.served import kernelized, reasons, rows, swapped
 
 pytestmark = pytest.mark.usefixtures("registered")
 NAMES = ["qwen3", "qwen3_moe", "gemma3_text", "deepseek_v3", "phi3"]
@@ -37,24 +39,12 @@ def load(model: PreTrainedModel, reference: PreTrainedModel, assign: bool = Fals
         buffer.copy_(expected)
 
 
-def rows(model: PreTrainedModel) -> dict[str, kernels_ext_npu.Row]:
-    return {row.path: row for row in kernels_ext_npu.report(model)}
-
-
-def reasons(model: PreTrainedModel) -> set[str | None]:
-    return {row.reason for row in kernels_ext_npu.report(model) if row.kind == "gated MLPs"}
-
-
-def logits(name: str, model: PreTrainedModel) -> torch.Tensor:
-    device = next(model.parameters()).device
-    with torch.no_grad():
-        return model(**{key: value.to(device) for key, value in zoo.inputs(name, model).items()}).logits.cpu()
+def swapped_by_path(model: PreTrainedModel) -> dict[str, bool]:
+    return {row.path: row.swapped for row in kernels_ext_npu.report(model)}
 
 
 def assert_equal_logits(name: str, model: PreTrainedModel) -> None:
-    """1e-5, as for whole models in agreement.py."""
-    found, expected = logits(name, model), logits(name, zoo.build(name))
-    assert (found - expected).norm() <= 1e-5 * expected.norm()
+    assert_near(zoo.logits(name, model), zoo.logits(name, zoo.build(name)))
 
 
 @pytest.mark.parametrize("assign", [False, True], ids=["to_empty", "assign"])
@@ -62,30 +52,25 @@ def assert_equal_logits(name: str, model: PreTrainedModel) -> None:
 def test_what_is_swapped_on_meta_is_swapped_once_it_is_loaded(name, assign) -> None:
     reference, model = zoo.build(name), kernels_ext_npu.kernelize(on_meta(name))
     assert all(parameter.is_meta for parameter in model.parameters())
-    swapped = {path: row.swapped for path, row in rows(model).items()}
+    on_meta_swapped = swapped_by_path(model)
     load(model, reference, assign)
-    softnpu.reset_counters()
-    assert_equal_logits(name, model)
-    calls = softnpu.counters()
-    assert {path: row.swapped for path, row in rows(model).items()} == swapped
-    loaded_first = kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
-    assert {path: row.swapped for path, row in rows(loaded_first).items()} == swapped
-    softnpu.reset_counters()
-    logits(name, loaded_first)
-    operators = ("npu_rms_norm", "npu_rotary_mul", "npu_grouped_matmul")
-    assert [calls.get(operator, 0) for operator in operators] == [
-        softnpu.counters().get(operator, 0) for operator in operators
-    ]
+    loaded_first, calls = kernelized(name), []
+    for each in (model, loaded_first):
+        softnpu.reset_counters()
+        assert_equal_logits(name, each)
+        calls.append([softnpu.counters().get(of, 0) for of in ("npu_rms_norm", "npu_rotary_mul", "npu_grouped_matmul")])
+        assert swapped_by_path(each) == on_meta_swapped
+    assert calls[0] == calls[1]
 
 
 def test_mlps_say_that_they_wait_and_are_packed_by_the_next_kernelize() -> None:
     model = kernels_ext_npu.kernelize(on_meta("qwen3"))
-    assert reasons(model) == {WAITS}
+    assert reasons(model, "gated MLPs") == {WAITS}
     load(model, zoo.build("qwen3"))
-    assert reasons(model) == {APART}
+    assert reasons(model, "gated MLPs") == {APART}
     assert_equal_logits("qwen3", model)
     kernels_ext_npu.kernelize(model)
-    assert reasons(model) == {None}
+    assert reasons(model, "gated MLPs") == {None}
     assert_equal_logits("qwen3", model)
 
 
@@ -95,17 +80,17 @@ def test_a_change_of_mode_keeps_the_kernels_and_warns_of_nothing() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             change()
-        assert all(row.swapped for row in kernels_ext_npu.report(model))
+        assert swapped(model) == {True}
     load(model.train(), zoo.build("gemma3_text"))
     model.eval()
-    assert reasons(model) == {None}  # transformers kernelizes it then
+    assert reasons(model, "gated MLPs") == {None}  # transformers kernelizes it then
 
 
 def test_use_kernels_on_meta_swaps_too(checkpoint) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), device_map="meta", use_kernels=True)
-    assert all(row.swapped for row in kernels_ext_npu.report(model))
+    assert swapped(model) == {True}
 
 
 def test_buffers_that_were_made_on_the_cpu_are_no_obstacle(checkpoint) -> None:
@@ -115,9 +100,9 @@ def test_buffers_that_were_made_on_the_cpu_are_no_obstacle(checkpoint) -> None:
         model = type(reference)._from_config(reference.config).eval()
     assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
     kernels_ext_npu.kernelize(model)
-    assert all(row.swapped for row in kernels_ext_npu.report(model))
+    assert swapped(model) == {True}
     model = accelerate.load_checkpoint_and_dispatch(model, checkpoint("qwen3"), device_map={"": "npu:0"})
-    assert all(row.swapped for row in kernels_ext_npu.report(model))
+    assert swapped(model) == {True}
     assert_equal_logits("qwen3", model)
 
 
@@ -133,9 +118,9 @@ def test_one_module_on_meta_in_a_model_on_the_npu_keeps_its_forward() -> None:
     model = zoo.build("qwen3").to("npu")
     model.model.layers[0].mlp.to("meta")
     kernels_ext_npu.kernelize(model)
-    found = rows(model)
-    assert "it is on meta" in found["model.layers.0.mlp"].reason
-    assert found["model.layers.1.mlp"].swapped
+    of_meta, other = rows(model, "gated MLPs")
+    assert "it is on meta" in of_meta.reason
+    assert other.swapped
 
 
 def test_a_model_that_is_partly_on_meta_and_nowhere_on_the_npu_is_refused() -> None:

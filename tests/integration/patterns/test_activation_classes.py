@@ -79,15 +79,6 @@ def test_under_autocast_dtypes_are_the_originals(cls) -> None:
     assert found.dtype == expected.dtype
 
 
-def test_another_constant_keeps_its_forward() -> None:
-    module = AccurateGELUActivation()
-    module.precomputed_constant = 0.75
-    model = nn.ModuleDict({"activation": module, "projection": nn.Linear(2, 2)}).to("npu")
-    (row,) = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
-    assert not row.swapped
-    assert row.reason == "its factor is 0.75, that of the kernel is the root of 2 / pi"
-
-
 def test_restored_and_left_out_activations_are_transformers_own() -> None:
     model = kernels_ext_npu.kernelize(zoo.build("clip").to("npu"))
     kernels_ext_npu.restore(model)

@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
-from tests.support import list_blocks, zoo
+from tests.support import list_blocks, nearness, zoo
 from tests.support.differentiated import CASES, Case, kernel
 from tests.support.expert_modules import block as block_of
+from tests.support.nearness import assert_gradients_near, assert_near
 
 # float32: sums of up to a few hundred terms in up to a dozen steps, relative to the norm of a derivative;
 # bfloat16 rounds to 2^-9, up to sixteen times on the way to a second derivative
@@ -261,14 +262,6 @@ def of_next(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def assert_same_of_all(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Compare gradients relative to the length of all of them: some are all but zero."""
-    whole = torch.stack([g.norm() for g in expected.values()]).norm()
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert (found[name].cpu() - gradient).norm() <= TOLERANCE[torch.float32] * whole, name
-
-
 @each_model
 def test_a_whole_model_has_a_gradient_for_every_sample(registered, name: str) -> None:
     model, ids = kernels_ext_npu.kernelize(build(name).to("npu")), tokens()
@@ -285,7 +278,7 @@ def test_a_whole_model_has_a_gradient_for_every_sample(registered, name: str) ->
         original.zero_grad()
         of_next(original(input_ids=sample[None], use_cache=False).logits, sample[None]).backward()
         expected = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in original.named_parameters()}
-        assert_same_of_all({n: gradient[number] for n, gradient in found.items()}, expected)
+        assert_gradients_near({n: gradient[number] for n, gradient in found.items()}, expected)
 
 
 def test_an_ensemble_of_stacked_models_computes_what_each_does(registered) -> None:
@@ -302,7 +295,7 @@ def test_an_ensemble_of_stacked_models_computes_what_each_does(registered) -> No
     found = vmap(logits)(parameters, buffers)
     for number, model in enumerate(models):
         expected = model(input_ids=ids, use_cache=False).logits
-        assert (found[number] - expected).norm() <= TOLERANCE[torch.float32] * expected.norm()
+        assert_near(found[number], expected)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -315,5 +308,5 @@ def test_the_gradient_of_a_gradient_penalty_is_the_originals(registered, name: s
         loss = of_next(model(input_ids=ids, use_cache=False).logits, ids)
         first = torch.autograd.grad(loss, list(trained.values()), create_graph=True, materialize_grads=True)
         (loss + sum(g.square().sum() for g in first)).backward()
-        found.append({n: p.grad for n, p in trained.items() if p.grad is not None})
-    assert_same_of_all(found[1], found[0])
+        found.append(nearness.gradients(model))
+    assert_gradients_near(found[1], found[0])

@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers.models.xlstm.modeling_xlstm import xLSTMRMSNorm
 
-import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.catalogue import NORMS
 from kernels_ext_npu.matching.classification import COUNTED, UNSUPPORTED
@@ -38,7 +36,10 @@ def test_results_and_gradients_are_the_originals(subtests, dtype, of_weight) -> 
             softnpu.reset_counters()
             found = results(device, *moved(arguments))
             counters = softnpu.counters()
-            assert counters["npu_rms_norm"] == counters["npu_rms_norm_backward"] == 1
+            assert counters["npu_rms_norm_backward"] == 1
+            # a norm of 16 bits before SiLU of a gate is not kept, but computed again
+            again = counters.get("npu_swiglu_backward", 0) if dtype is of_weight is torch.bfloat16 else 0
+            assert counters["npu_rms_norm"] == 1 + again
             assert counters["stream_syncs"] == 0
             own = results(original, *arguments)
             if dtype is of_weight is torch.float32:
@@ -49,16 +50,7 @@ def test_results_and_gradients_are_the_originals(subtests, dtype, of_weight) -> 
                     assert_no_further(*([tensor] for tensor in each), slack=1e-3, least=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
-        ({"use_bias": True}, "it adds a bias"),
-        ({"use_weight": False}, "it has no weight"),
-        ({"force_float32_reductions": False}, "it squares in the dtype of its input, the kernel in float32"),
-    ],
-)
-def test_the_norm_of_xlstm_is_kept_where_it_does_more(values, reason) -> None:
-    norm = xLSTMRMSNorm(32, **values)
-    model = nn.ModuleDict({"norm": norm, "o": nn.Linear(1, 1)}).npu()
-    (row,) = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
-    assert (row.swapped, row.reason) == (False, reason)
+def test_torchs_own_norm_gives_what_it_gives() -> None:
+    """To 1e-6 of the norm, as above."""
+    norm, x = nn.RMSNorm(32, eps=1e-6), torch.randn(3, 2, 32)
+    assert_agree(results(*swapped(norm), x.npu()), results(norm, x), 1e-6)

@@ -10,7 +10,8 @@ import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.catalogue import PATCHES
 from tests.support import zoo
-from tests.support.agreement import TOLERANCE
+from tests.support.nearness import assert_near
+from tests.support.served import kernelized
 
 pytestmark = pytest.mark.usefixtures("registered")
 # kernels are no patches where their windows overlap or leave gaps; for others something else stands against it
@@ -22,10 +23,6 @@ OTHERS = {
 }
 
 
-def assert_agrees(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert (found.cpu() - expected).norm() <= TOLERANCE * expected.norm()
-
-
 def convolutions(call) -> int:
     softnpu.reset_counters()
     call()
@@ -35,10 +32,10 @@ def convolutions(call) -> int:
 @pytest.mark.parametrize("name", ["clip", "qwen2_vl"])
 def test_a_tower_trains_without_a_convolution_until_it_is_restored(name) -> None:
     """Values and gradients are compared in whole_models."""
-    model = kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
+    model = kernelized(name)
     (row,) = (row for row in kernels_ext_npu.report(model) if row.kind == PATCHES.name)
     assert row.swapped
-    inputs = {key: value.npu() for key, value in zoo.inputs(name, model).items()}
+    inputs = zoo.inputs(name, model)
     assert convolutions(lambda: zoo.loss(model(**inputs)).backward()) == 0
     kernels_ext_npu.restore(model)
     assert convolutions(lambda: zoo.loss(model(**inputs)).backward()) > 0
@@ -65,7 +62,7 @@ def test_what_is_changed_after_the_swap_counts_in_the_next_call(change) -> None:
         for each in (conv, ours[0]):
             setattr(each, name, value)
     x = torch.randn(2, 3, 16, 16)
-    assert_agrees(ours(x.npu()), conv(x))
+    assert_near(ours(x.npu()), conv(x))
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 3, 8), (2, 4, 8, 8), (8, 8)], ids=str)
@@ -80,4 +77,4 @@ def test_it_is_one_graph_when_compiled() -> None:
     ours = kernels_ext_npu.kernelize(nn.Sequential(copy.deepcopy(conv)).to("npu"))
     x = torch.randn(2, 3, 16, 16)
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
-    assert_agrees(compiled(x.npu()), conv(x))
+    assert_near(compiled(x.npu()), conv(x))

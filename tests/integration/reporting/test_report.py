@@ -1,13 +1,15 @@
 """The report: every norm of a model, what serves it or why nothing does, read from the model as it is."""
 
 import json
+from types import MethodType
 
 import pytest
-import torch
+from kernels import get_local_kernel
 from torch import nn
 
 import kernels_ext_npu
 from tests.support import zoo
+from tests.support.tiny import Clone
 
 
 def test_lists_every_norm_like_module(registered) -> None:
@@ -65,39 +67,9 @@ def test_what_was_not_swapped_says_what_to_do(device, registers, reason) -> None
     assert row.kernel == "RMSNorm"
 
 
-def test_conditions_of_an_instance_are_reasons(registered) -> None:
-    model = nn.ModuleDict({"two": nn.RMSNorm((2, 4)), "none": nn.RMSNorm(4), "fine": nn.RMSNorm(4, eps=1e-6)}).to("npu")
-    rows = {row.path: row.reason for row in kernels_ext_npu.report(kernels_ext_npu.kernelize(model))}
-    assert rows["two"] == "it norms over 2 dimensions, the kernel over one"
-    assert rows["none"] == "its eps is None, not a number"
-    assert rows["fine"] is None
-    x = torch.randn(3, 2, 4, device="npu")
-    torch.testing.assert_close(model["fine"](x), torch.nn.functional.rms_norm(x, (4,), model["fine"].weight, 1e-6))
-
-
 def test_somebody_elses_kernel_is_not_ours(registered, tmp_path) -> None:
-    from types import MethodType
-
-    from kernels import get_local_kernel
-
-    variant = tmp_path / "build" / "torch-universal"
-    variant.mkdir(parents=True)
-    metadata = {
-        "id": "_other_1",
-        "name": "other",
-        "version": 1,
-        "license": "MIT",
-        "python-depends": [],
-        "backend": {"type": "cann"},
-    }
-    (variant / "metadata.json").write_text(json.dumps(metadata))
-    (variant / "__init__.py").write_text("from . import layers\n")
-    (variant / "layers.py").write_text(
-        "from torch import nn\nclass RMSNorm(nn.Module):\n    def forward(self, x): return x\n"
-    )
-    layer = get_local_kernel(tmp_path).layers.RMSNorm
+    layer = get_local_kernel(Clone(tmp_path).repository).layers.Doubled
     model = nn.ModuleDict({"norm": nn.RMSNorm(4, eps=1e-6)}).to("npu")
     model["norm"].forward = MethodType(layer.forward, model["norm"])
     (row,) = kernels_ext_npu.report(model)
-    assert not row.swapped
-    assert row.reason == "served by RMSNorm of the kernel other, which is not ours"
+    assert (row.swapped, row.reason) == (False, "served by Doubled of the kernel tiny, which is not ours")

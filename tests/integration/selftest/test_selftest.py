@@ -183,6 +183,7 @@ def test_the_profiler_sees_the_waits_that_the_software_device_counts(read) -> No
 HARDWARE = (ROOT / "docs" / "hardware.md").read_text("utf-8")
 
 
+@pytest.mark.software
 def test_lines_that_decide_claims_are_lines_of_a_report() -> None:
     table = HARDWARE.partition("Of the selftest")[2].partition("Of the benchmark")[0]
     rows = [row.rpartition(" | ")[2] for row in table.splitlines() if row.startswith("|")]
@@ -193,6 +194,7 @@ def test_lines_that_decide_claims_are_lines_of_a_report() -> None:
     assert {line.partition(",")[0] for line in named} == {*REPOSITORIES, "models", "limits"}
 
 
+@pytest.mark.software
 def test_the_example_is_the_software_devices_and_as_a_report_is_now() -> None:
     example = json.loads((ROOT / "docs" / "selftest-software-device.json").read_text("utf-8"))
     assert example["machine"]["device"] == "software device"
@@ -202,6 +204,7 @@ def test_the_example_is_the_software_devices_and_as_a_report_is_now() -> None:
     assert ids == list(pieces.pieces(quick=True))
 
 
+@pytest.mark.software
 def test_received_reports_have_a_row_each_and_are_of_cards() -> None:
     rows = re.findall(r"\(reports/([^)]+\.json)\)", HARDWARE)
     reports = sorted((ROOT / "docs" / "reports").glob("*.json"))

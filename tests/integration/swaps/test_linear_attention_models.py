@@ -13,8 +13,9 @@ import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.swaps import functions
 from kernels_ext_npu.swaps.protocol import Row
-from tests.support import zoo
-from tests.support.agreement import TOLERANCE
+from tests.support import served, zoo
+from tests.support.nearness import TOLERANCE, assert_gradients_near, assert_near, gradients
+from tests.support.served import kernelized
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -44,26 +45,17 @@ def others(monkeypatch) -> None:
         monkeypatch.setitem(zoo.ARCHITECTURES, name, zoo.Architecture("hybrid", *described))
 
 
-def kernelized(name: str) -> PreTrainedModel:
-    return kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
-
-
 def rows(model: nn.Module) -> dict[str, Row]:
-    found = kernels_ext_npu.report(model)
-    return {row.class_name: row for row in found if row.kind == "linear attention calls"}
+    return {row.class_name: row for row in served.rows(model, "linear attention calls")}
 
 
-def outcome(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def outcome(name: str, model: PreTrainedModel) -> list[torch.Tensor]:
     """Logits, gradients, tokens of prefill and decode, on the CPU."""
-    dtype = next(model.parameters()).dtype
-    inputs = {
-        key: value.to(model.device, dtype if value.is_floating_point() else None) for key, value in inputs.items()
-    }
+    inputs = zoo.inputs(name, model)
     logits = model(**inputs).logits
     logits.square().mean().backward()
-    gradients = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
     tokens = model.eval().generate(**inputs, max_new_tokens=5, do_sample=False)
-    return [logits.detach().cpu(), torch.cat([g.flatten() for g in gradients]), tokens.cpu()]
+    return [logits.detach().cpu(), torch.cat([g.cpu().flatten() for g in gradients(model).values()]), tokens.cpu()]
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -75,16 +67,15 @@ def test_a_model_gives_what_transformers_own_functions_give(name: str) -> None:
     Both are rounded: where they differ by more than one may, ours is compared with the model in float64.
     """
     model = kernelized(name)
-    inputs = zoo.inputs(name, model)
-    found = outcome(model, inputs)
+    found = outcome(name, model)
     assert any(row.swapped for row in rows(model).values())
     functions.revert(model)
     original = zoo.build(name)
-    expected = outcome(original, inputs)
+    expected = outcome(name, original)
     assert not any(row.swapped for row in rows(original).values())
     if any((ours - theirs).norm() > TOLERANCE * theirs.norm() for ours, theirs in zip(found[:2], expected[:2])):
-        for ours, exact in zip(found, outcome(zoo.build(name).double(), inputs)[:2]):
-            assert (ours - exact).norm() <= TOLERANCE * exact.norm()
+        for ours, exact in zip(found, outcome(name, zoo.build(name).double())[:2]):
+            assert_near(ours, exact)
     assert torch.equal(found[2], expected[2])
 
 
@@ -99,7 +90,7 @@ def test_every_function_is_swapped_and_called(name: str) -> None:
     assert all(row.swapped and row.reason is None for row in found.values())
     softnpu.reset_counters()
     with torch.no_grad():
-        model(**{key: value.npu() for key, value in zoo.inputs(name, model).items()})
+        zoo.logits(name, model)
     assert not {"linalg_solve_triangular", "triangular_solve"} & softnpu.counters().keys()
 
 
@@ -179,21 +170,20 @@ def test_packed_sequences_give_what_they_give_alone(name: str) -> None:
     with torch.no_grad():
         packed = mixer(hidden, cu_seq_lens_q=bounds, seq_idx=torch.tensor([[0] * 5 + [1] * 7]).npu())
         alone = torch.cat([mixer(hidden[:, a:b]) for a, b in itertools.pairwise(ends)], 1)
-    assert (packed - alone).norm() <= TOLERANCE * alone.norm()
+    assert_near(packed, alone)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "glm5_next", "mamba"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_it_trains_as_without(name: str, reentrant: bool) -> None:
-    gradients = []
+    found = []
     for again in (False, True):
         model = kernelized(name).train()
         if again:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        inputs = {key: value.npu() for key, value in zoo.inputs(name, model).items()}
-        model(**inputs, use_cache=False).logits.square().mean().backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    assert (gradients[0] - gradients[1]).norm() <= TOLERANCE * gradients[0].norm()
+        zoo.logits(name, model, use_cache=False).square().mean().backward()
+        found.append(gradients(model))
+    assert_gradients_near(*found)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "jamba"])  # with a scan behind it
@@ -204,9 +194,8 @@ def test_a_convolution_has_any_activation_of_transformers(name: str, activation:
     for module in (*original.modules(), *model.modules()):
         if hasattr(module, "conv1d"):
             module.activation = activation
-    inputs = zoo.inputs(name, original)
-    for found, expected in zip(outcome(model, inputs), outcome(original, inputs), strict=True):
-        assert (found.double() - expected.double()).norm() <= TOLERANCE * expected.double().norm()
+    for found, expected in zip(outcome(name, model), outcome(name, original), strict=True):
+        assert_near(found, expected)
 
 
 def test_a_convolution_of_packed_rows_has_any_activation() -> None:
@@ -216,9 +205,8 @@ def test_a_convolution_of_packed_rows_has_any_activation() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((1, 6, 9), (6, 4), (6,)))
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32, device="npu")
-    found = convolve(x.npu(), weight.npu(), bias.npu(), "relu", cu_seqlens=bounds).cpu()
-    expected = torch.cat([convolve(part, weight, bias, "relu") for part in x.split([4, 5], -1)], -1)
-    assert (found - expected).norm() <= TOLERANCE * expected.norm()
+    found = convolve(x.npu(), weight.npu(), bias.npu(), "relu", cu_seqlens=bounds)
+    assert_near(found, torch.cat([convolve(part, weight, bias, "relu") for part in x.split([4, 5], -1)], -1))
 
 
 @pytest.mark.parametrize("activation", ["silu", "sigmoid", "relu"])
@@ -230,13 +218,11 @@ def test_who_watches_all_modules_sees_the_activation_of_a_gate(activation: str) 
     for norm in norms:
         norm.activation = activation
     for _ in range(2):
-        found, expected = norms[1](x.npu(), gate.npu()).cpu(), norms[0](x, gate)
-        assert (found - expected).norm() <= TOLERANCE * expected.norm()
+        assert_near(norms[1](x.npu(), gate.npu()), norms[0](x, gate))
         register = nn.modules.module.register_module_forward_hook
         handle = register(lambda module, _, output: 1.25 * output if module not in norms else None)
         try:
-            found, expected = norms[1](x.npu(), gate.npu()).cpu(), norms[0](x, gate)
+            assert_near(norms[1](x.npu(), gate.npu()), norms[0](x, gate))
         finally:
             handle.remove()
-        assert (found - expected).norm() <= TOLERANCE * expected.norm()
         kernels_ext_npu.kernelize(model)

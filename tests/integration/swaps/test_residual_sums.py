@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 import kernels_ext_npu
 import softnpu
 from tests.support import zoo
+from tests.support.nearness import assert_each_near
 
 OWN = Qwen3DecoderLayer.forward  # before any kernel is swapped in
 LAUNCH = "npu_add_rms_norm"
 LAYERS = 36
 # Both are float32, with sums of some ten terms in another order: logits of size one differ by some 1e-6.
-FLOAT32 = 1e-5
+assert_equal = partial(assert_each_near, tolerance=1e-5)
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -48,10 +50,6 @@ def step(model: nn.Module, rows: int = 1, static: bool = False, padding: int = 0
         logits = model(ids[:, :1], position_ids=places, **given, **masks[1]).logits
         counted = softnpu.counters()
     return logits.cpu(), counted
-
-
-def assert_equal(found: Tensor, expected: Tensor) -> None:
-    assert (found - expected).abs().max() <= FLOAT32 * max(1.0, float(expected.abs().max()))
 
 
 @pytest.mark.parametrize(("rows", "padding", "static", "most"), [

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import kernels_ext_npu
 from tests.support import zoo
+from tests.support.served import kernelized
 
 SLACK = 1.4  # both round, in part at other places: up to 1.2 between the models here
 
@@ -28,9 +28,8 @@ def run(model: nn.Module, name: str, dtype: torch.dtype | None) -> tuple[Tensor,
         # a hook of a projection, or of an activation, would end what the kernels do
         if "norm" in path or path.endswith(("mlp", "self_attn", "experts", "gate", "rotary_emb", "lm_head")):
             note(path)
-    inputs = {key: value.to(model.device) for key, value in zoo.inputs(name, model).items()}
     with torch.autocast(model.device.type, dtype=dtype, enabled=dtype is not None):
-        logits = model(**inputs, use_cache=False).logits
+        logits = zoo.logits(name, model, use_cache=False)
     logits.float().square().mean().backward()
     for hook in hooks:
         hook.remove()
@@ -47,7 +46,7 @@ def distance(found: list[Tensor], expected: list[Tensor]) -> float:
 def test_dtypes_are_the_originals_and_values_as_near(name: str, dtype: torch.dtype) -> None:
     logits, _, gradients = run(zoo.build(name), name, None)
     without, dtypes, gradients_without = run(zoo.build(name).to("npu"), name, dtype)
-    found, found_dtypes, found_gradients = run(kernels_ext_npu.kernelize(zoo.build(name).to("npu")), name, dtype)
+    found, found_dtypes, found_gradients = run(kernelized(name), name, dtype)
     assert found_dtypes == dtypes
     assert found.dtype == without.dtype == dtype
     assert distance([found.float()], [logits]) <= SLACK * distance([without.float()], [logits])
@@ -56,15 +55,14 @@ def test_dtypes_are_the_originals_and_values_as_near(name: str, dtype: torch.dty
 
 def test_scaled_gradients_in_float16_are_those_of_float32(registered) -> None:
     """float16 rounds to 2^-11: some of them through two layers."""
-    model, reference = kernels_ext_npu.kernelize(zoo.build("qwen3").to("npu")), zoo.build("qwen3")
-    inputs = zoo.inputs("qwen3", reference)
+    model, reference = kernelized("qwen3"), zoo.build("qwen3")
     scaler = torch.amp.GradScaler("npu", init_scale=2.0**10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.autocast("npu", dtype=torch.float16):
-        logits = model(**{key: value.npu() for key, value in inputs.items()}, use_cache=False).logits
+        logits = zoo.logits("qwen3", model, use_cache=False)
     scaler.scale(logits.float().square().mean()).backward()
     scaler.unscale_(optimizer)
-    reference(**inputs, use_cache=False).logits.square().mean().backward()
+    zoo.logits("qwen3", reference, use_cache=False).square().mean().backward()
     found, expected = ([p.grad.cpu() for p in m.parameters()] for m in (model, reference))
     assert distance(found, expected) <= 2**-8
     scaler.step(optimizer)

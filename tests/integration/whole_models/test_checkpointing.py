@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import kernels_ext_npu
-from tests.support import zoo
-from tests.support.agreement import TOLERANCE
+from tests.support import nearness, zoo
+from tests.support.nearness import assert_gradients_near
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -32,23 +32,16 @@ def build(name: str, device: str) -> nn.Module:
     return kernels_ext_npu.kernelize(model) if device == "npu" else model
 
 
-def gradients(model: nn.Module, name: str, times: int = 1) -> list[Tensor]:
+def gradients(model: nn.Module, name: str, times: int = 1) -> dict[str, Tensor]:
     """Of the mean of as many backwards through one graph."""
-    inputs = {key: value.to(model.device) for key, value in zoo.inputs(name, model).items()}
-    loss = model(**inputs, use_cache=False).logits.square().mean() / times
+    loss = zoo.logits(name, model, use_cache=False).square().mean() / times
     for left in reversed(range(times)):
         loss.backward(retain_graph=left > 0)
-    return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
-
-
-def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
-    whole = torch.stack([gradient.norm() for gradient in expected]).norm()
-    for a, b in zip(found, expected, strict=True):
-        assert (a - b).norm() <= TOLERANCE * whole
+    return nearness.gradients(model)
 
 
 @functools.cache
-def expected(name: str) -> list[Tensor]:
+def expected(name: str) -> dict[str, Tensor]:
     return gradients(build(name, "cpu"), name)
 
 
@@ -57,11 +50,11 @@ def expected(name: str) -> list[Tensor]:
 def test_both_kinds_give_the_gradients_of_the_cpu_also_twice(name: str, reentrant: bool, npu_counters) -> None:
     model = build(name, "npu")
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert_close(gradients(model, name), expected(name))
+    assert_gradients_near(gradients(model, name), expected(name))
     norms = sum(1 for _, module in model.named_modules() if "norm" in type(module).__name__.lower())
     assert npu_counters()["npu_rms_norm"] == 2 * norms - 1  # the last one lies in no layer
     model.zero_grad(set_to_none=True)
-    assert_close(gradients(model, name, times=2), expected(name))
+    assert_gradients_near(gradients(model, name, times=2), expected(name))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -77,13 +70,13 @@ def test_selective_checkpointing_takes_what_was_saved_for_what_it_is(name: str, 
     contexts = functools.partial(create_selective_checkpoint_contexts, decide)
     for layer in model.model.layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
-    assert_close(gradients(model, name), expected(name))
+    assert_gradients_near(gradients(model, name), expected(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_kept_may_wait_on_the_host(name: str) -> None:
     with torch.autograd.graph.save_on_cpu():
-        assert_close(gradients(build(name, "npu"), name), expected(name))
+        assert_gradients_near(gradients(build(name, "npu"), name), expected(name))
 
 
 @pytest.mark.long
@@ -97,4 +90,4 @@ def test_both_kinds_compile(name: str, reentrant: bool, whole: bool) -> None:
     options = {"backend": "aot_eager", "fullgraph": True}
     for module in [model] if whole else model.model.layers:
         module.compile(**options)
-    assert_close(gradients(model, name), expected(name))
+    assert_gradients_near(gradients(model, name), expected(name))

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import kernels_ext_npu
-from tests.support import zoo
-from tests.support.agreement import TOLERANCE
+from tests.support import nearness, zoo
+from tests.support.nearness import TOLERANCE, assert_gradients_near, assert_near
+from tests.support.served import kernelized
 
 LENGTHS = 9, 13, 21
 LONG = ["gpt_oss", "phi3", "glm4", "cohere", "mixtral", "deepseek_v3", "qwen3_next"]
@@ -43,21 +44,18 @@ def compiled(model: nn.Module) -> nn.Module:
 
 
 def logits(model: nn.Module, name: str, length: int) -> Tensor:
-    inputs = zoo.inputs(name, getattr(model, "_orig_mod", model), length=length)
-    device = next(model.parameters()).device
-    return model(**{key: value.to(device) for key, value in inputs.items()}, use_cache=False).logits
+    return model(**zoo.inputs(name, original(model), length=length), use_cache=False).logits
 
 
-def gradients(model: nn.Module, name: str, length: int) -> list[Tensor]:
+def gradients(model: nn.Module, name: str, length: int) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
     logits(model, name, length).square().mean().backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return nearness.gradients(original(model))
 
 
-def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
-    whole = torch.stack([gradient.norm() for gradient in expected]).norm()
-    for a, b in zip(found, expected, strict=True):
-        assert (a.cpu() - b).norm() <= TOLERANCE * whole
+def original(model: nn.Module) -> nn.Module:
+    """The model in one that is compiled."""
+    return getattr(model, "_orig_mod", model)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +70,7 @@ def test_a_model_trains_in_one_graph_for_all_lengths(name: str, layers: int | No
     model, reference = build(name, "npu", layers), build(name, "cpu", layers)
     call = compiled(model)
     for length in LENGTHS:
-        assert_close(gradients(call, name, length), gradients(reference, name, length))
+        assert_gradients_near(gradients(call, name, length), gradients(reference, name, length))
 
 
 @pytest.mark.long
@@ -82,8 +80,7 @@ def test_a_model_answers_in_one_graph_for_all_lengths(name: str) -> None:
     model, reference = build(name, "npu"), build(name, "cpu")
     call = compiled(model)
     for length in LENGTHS:
-        found, expected = logits(call, name, length), logits(reference, name, length)
-        assert (found.cpu() - expected).norm() <= TOLERANCE * expected.norm()
+        assert_near(logits(call, name, length), logits(reference, name, length))
 
 
 @pytest.mark.parametrize("name", ["qwen3", *(pytest.param(n, marks=pytest.mark.long) for n in ["qwen3_moe", "phi3"])])
@@ -93,7 +90,7 @@ def test_layers_that_are_compiled_by_themselves_share_a_graph(name: str) -> None
     for layer in model.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True, dynamic=True)
     for length in LENGTHS:
-        assert_close(gradients(model, name, length), gradients(reference, name, length))
+        assert_gradients_near(gradients(model, name, length), gradients(reference, name, length))
 
 
 @torch.no_grad()
@@ -101,7 +98,7 @@ def test_compiled_layers_take_a_mask_that_was_described_outside_of_them() -> Non
     """Padding is described once a forward; the first layer makes the mask, which the others find: two graphs."""
     ids, mask = torch.arange(2, 20).view(2, 9), torch.ones(2, 9, dtype=torch.long)
     mask[1, :3] = 0
-    model, reference = kernels_ext_npu.kernelize(zoo.build("qwen3").to("npu")), zoo.build("qwen3")
+    model, reference = kernelized("qwen3"), zoo.build("qwen3")
     for layer in model.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=False):
@@ -120,8 +117,7 @@ def test_kernels_need_one_graph_where_the_default_attention_needs_more(name: str
         torch._dynamo.reset()
         counters.clear()
         kernels_ext_npu.unregister()
-        model = zoo.build(name).to("npu")
-        call = compiled(kernels_ext_npu.kernelize(model) if kernels else model)
+        call = compiled(kernelized(name) if kernels else zoo.build(name).to("npu"))
         with torch._dynamo.config.patch(error_on_recompile=False):
             for length in LENGTHS:
                 logits(call, name, length)

@@ -36,10 +36,8 @@ def build(name: str, options: dict[str, Any] | None) -> nn.Module:
 def train(name: str, model: nn.Module, accumulate: int) -> list[float]:
     """Ten steps of AdamW with clipping; the losses before each."""
     torch.manual_seed(2)
-    device = next(model.parameters()).device
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
     batches = [zoo.inputs(name, plain, seed=seed) for seed in range(accumulate)]
-    batches = [{key: value.to(device) for key, value in batch.items()} for batch in batches]
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, eps=EPS)
     losses = []

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-import kernels_ext_npu
 from tests.support import zoo
+from tests.support.attention_models import on_npu
+from tests.support.served import kernelized
 
 TOLERANCE = 2e-5  # of the largest value: float32, sums in another order through two layers
+pytestmark = pytest.mark.usefixtures("registered")
 DECODERS = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_oss", "gpt_neox", "cohere", "phi3", "qwen3_moe")
 TOKENS = 9
 PADDED = {  # no row behind a token is without a key, though windows are of four
@@ -23,11 +25,6 @@ PADDED = {  # no row behind a token is without a key, though windows are of four
     "right": [1, 1, 1, 1, 1, 1, 0, 0, 0],
     "both": [0, 0, 1, 1, 1, 1, 0, 0, 0],
 }
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    kernels_ext_npu.register()
 
 
 @functools.cache
@@ -39,7 +36,7 @@ def plain_model(name: str) -> PreTrainedModel:
 
 def pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return a model twice: without kernels on the CPU, and with them on the NPU."""
-    return plain_model(name), kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
+    return plain_model(name), kernelized(name)
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -49,10 +46,6 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 def ids(batch: int, tokens: int) -> Tensor:
     return torch.randint(2, 90, (batch, tokens), generator=torch.Generator().manual_seed(0))
-
-
-def on_npu(inputs: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.npu() if isinstance(value, Tensor) else value for key, value in inputs.items()}
 
 
 # ---- padding ---------------------------------------------------------------------------------------------------------
@@ -140,26 +133,6 @@ def test_a_decoder_with_a_cache_gives_what_it_gives_without(name, side) -> None:
     parts = torch.cat([start.last_hidden_state, rest.last_hidden_state], 1)
     for found in (whole, parts):
         assert_close(found[sees.npu()], expected[sees])
-
-
-# ---- names -----------------------------------------------------------------------------------------------------------
-def implementations(model: nn.Module) -> set[str]:
-    """Name the attention implementations of the configs in a model."""
-    return {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")}
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["llama", "bart", "bert", "clip", "whisper", "qwen2_5_vl"])
-def test_the_attention_of_a_model_has_the_name_it_had(name, implementation, tmp_path) -> None:
-    zoo.build(name).save_pretrained(tmp_path)
-    cls = type(zoo.build(name))
-    options = {} if implementation == "sdpa" else {"attn_implementation": implementation}
-    moved = cls.from_pretrained(tmp_path, **options).to("npu")
-    assert implementations(moved) == {implementation}
-    assert implementations(kernels_ext_npu.kernelize(moved)) == {implementation}
-    assert implementations(cls.from_pretrained(tmp_path, device_map="npu", use_kernels=True, **options)) == {
-        implementation
-    }
 
 
 # ---- logits ----------------------------------------------------------------------------------------------------------

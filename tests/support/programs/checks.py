@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.support.agreement import TOLERANCE
 from tests.support.programs.side import Side
 
-# Of a norm, relative. float32: tests/support/agreement.py. Below it every product and sum on the way is rounded, on
+# Of a norm, relative. float32: tests/support/nearness.py. Below it every product and sum on the way is rounded, on
 # both sides: some steps of 2^-8 in bfloat16 and of 2^-11 in half, and as many again in gradients.
 TOLERANCES = {torch.float64: TOLERANCE, torch.float32: TOLERANCE, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-4}
 

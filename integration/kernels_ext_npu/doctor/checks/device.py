@@ -1,5 +1,7 @@
 """Checks CANN and the card, finds out why one is not there, or checks the software device in their place."""
 
+from __future__ import annotations
+
 import re
 
 from kernels_ext_npu import environment

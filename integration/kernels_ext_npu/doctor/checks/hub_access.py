@@ -1,5 +1,7 @@
 """The Hub: can it be reached, does it hold the kernels, and does it trust their publisher."""
 
+from __future__ import annotations
+
 import re
 import urllib.request
 from typing import Any

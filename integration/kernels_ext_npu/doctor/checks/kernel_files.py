@@ -1,5 +1,7 @@
 """The kernel repositories: intact, which variant is taken and why not the others, and what the cache holds."""
 
+from __future__ import annotations
+
 import platform
 from dataclasses import replace
 from typing import Any

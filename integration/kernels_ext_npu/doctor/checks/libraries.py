@@ -1,5 +1,7 @@
 """Checks transformers, kernels, and what both need: are they in each other's windows, and in what was tested?"""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 from packaging.specifiers import SpecifierSet

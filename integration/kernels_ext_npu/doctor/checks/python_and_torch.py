@@ -1,5 +1,7 @@
 """Checks Python, torch and torch_npu, whether they fit one another, and what a plain `import torch` does."""
 
+from __future__ import annotations
+
 import platform
 import sys
 

@@ -1,5 +1,7 @@
 """Checks whether register() takes effect: what happened when kernels were swapped into a tiny model."""
 
+from __future__ import annotations
+
 from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, remedy, warning
 from kernels_ext_npu.doctor.observations import Observations
 from kernels_ext_npu.doctor.probes import DEVICE, KERNELS, SOFTNPU, TORCH_NPU, TRANSFORMERS

@@ -5,6 +5,8 @@ call it. ``_c10d_functional::`` takes names of groups and gives new tensors; DTe
 becomes ``c10d::``. Fake tensors stop at the first of the two that they meet.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Counts what every operator costs that runs on fake tensors of an NPU."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any
 

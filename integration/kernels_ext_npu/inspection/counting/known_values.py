@@ -5,6 +5,8 @@ so operators whose inputs are all known are run a second time, on the CPU. What 
 for the experts that tokens are routed to: they are taken in turn. All ranks of a mesh are taken to hold the same.
 """
 
+from __future__ import annotations
+
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 from unittest.mock import patch
@@ -39,6 +41,7 @@ class KnownValues:
     def __init__(self) -> None:
         self.waits = self.copies_in = 0  # how often the host waited for the device, to read a value, or copied to it
         self._values = WeakIdKeyDictionary()
+        self._written: set[str] = set()  # calls of operators with ``out=`` that ran, in words
 
     def learn(self, fake: Tensor, value: Tensor) -> Tensor:
         """Say what a fake tensor holds, and return it."""
@@ -58,7 +61,7 @@ class KnownValues:
         if (sizing := _sizing(operator, name, args)) is not None:
             self.waits += args[0].device.type == "npu" and kwargs.get("output_size") is None
             return self._sized_by_values(operator, sizing, args, kwargs)
-        result = operator(*args, **kwargs)
+        result = self._run(operator, args, kwargs)
         waits, copies_in = _crossings(operator, args, kwargs, result)
         self.waits += waits
         self.copies_in += copies_in
@@ -97,6 +100,21 @@ class KnownValues:
                 return value.tolist()
 
         return patch.object(FakeTensor, "tolist", tolist)
+
+    def _run(self, operator: OpOverload, args: tuple, kwargs: dict) -> Any:
+        """Run an operator; one with ``out=`` only if it has not filled one like this from tensors like these before.
+
+        torch keeps what it knows of other operators on fake tensors, and takes a millisecond for each of these: loops
+        over experts and over the chunks of long sequences have thousands.
+        """
+        out = kwargs.get("out")
+        if operator.namespace != "aten" or not isinstance(out, FakeTensor):
+            return operator(*args, **kwargs)
+        call = f"{operator} {tree_map_only(Tensor, _layout, (args, kwargs))}"
+        if call not in self._written:
+            operator(*args, **kwargs)
+            self._written.add(call)
+        return out
 
     def _communicate(self, operator: OpOverload, args: tuple) -> None:
         """Forget what a collective writes, unless it exchanges equal parts.
@@ -170,6 +188,10 @@ class KnownValues:
         storage = self._values[fake].untyped_storage().data_ptr()
         for other in [k for k, v in self._values.items() if v.untyped_storage().data_ptr() == storage]:
             del self._values[other]
+
+
+def _layout(tensor: Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _sizing(operator: OpOverload, name: str, args: tuple) -> Any:

@@ -1,5 +1,7 @@
 """The memory that a computation on fake tensors would take: what was made and still lives, and its largest sum."""
 
+from __future__ import annotations
+
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager

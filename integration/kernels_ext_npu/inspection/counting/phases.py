@@ -1,5 +1,7 @@
 """What is counted of a model on fake tensors: a forward, a step of training and its parts, a step of decoding."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

@@ -246,6 +246,7 @@ PATTERNS = (
     Pattern(Qwen4ExpTextRMSNorm, ("RMSNormZeroCentered",), _WHOLE),
     *alike(("RMSNormWeightless",), NanoChatRMSNorm, DeepseekV4UnweightedRMSNorm, limits=refuse_eps),
     Pattern(T5LayerNorm, ("T5LayerNorm",), refuse_weighted),
-    *alike(("RMSNormGated",), Qwen3NextRMSNormGated, KimiLinearRMSNormGated, limits=_ACTIVATED),
+    Pattern(Qwen3NextRMSNormGated, ("RMSNormGated",), _ACTIVATED),
+    Pattern(KimiLinearRMSNormGated, ("RMSNormGatedCastLast",), _ACTIVATED),
     *alike(("MambaRMSNormGated",), MambaRMSNormGated, Zamba2RMSNormGated, limits=refuse_weighted),
 )

@@ -1,5 +1,7 @@
 """Attention, with heads, lengths and windows at and around the limits of the operators."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -108,30 +110,33 @@ def _masked(kernel_mask: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores.float().softmax(-1).to(v.dtype) @ v).transpose(1, 2)
 
 
-def _causal_mask(f: Callable, queries: Tensor, keys: Tensor) -> Any:
-    """Describe the mask of the last queries among all keys, by the package of one of its functions."""
+def _causal_mask(f: Callable, queries: Tensor, keys: Tensor, padded: int = 0) -> Any:
+    """Describe the mask of the last queries among all keys, of which the first are padding, by a function's package."""
     package = sys.modules[f.__module__.rpartition(".")[0]]
-    (batch, count), among = queries.shape[:2], keys.shape[1]
-    return package.attention_mask(batch, count, among, q_offset=among - count, device=queries.device)
+    (batch, count), among, device = queries.shape[:2], keys.shape[1], queries.device
+    kept = (torch.arange(among, device=device) >= padded).expand(batch, -1) if padded else None
+    return package.attention_mask(batch, count, among, q_offset=among - count, attention_mask=kept, device=device)
 
 
-def _sums_of_chosen(f: Callable, q: Tensor, k: Tensor, w: Tensor) -> Tensor:
-    """Add up the keys that an indexer chooses for each query."""
-    return _sums(f(q, k, w, _causal_mask(f, q, k), len(CHOSEN)), k)
+def _sums_of_chosen(f: Callable, q: Tensor, k: Tensor, w: Tensor, padded: int = 0) -> Tensor:
+    """Add up the keys that an indexer chooses for each query among those that it sees."""
+    return _sums(f(q, k, w, _causal_mask(f, q, k, padded), len(CHOSEN)), k, _seen(q, k, padded))
 
 
-def _exact_sums_of_chosen(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+def _exact_sums_of_chosen(q: Tensor, k: Tensor, w: Tensor, padded: int = 0) -> Tensor:
     scores = torch.einsum("bqh,bqhk->bqk", w, torch.einsum("bqhd,bkd->bqhk", q, k).relu())
-    return _sums(scores.masked_fill(~_seen(q, k), -torch.inf).topk(len(CHOSEN)).indices, k)
+    seen = _seen(q, k, padded)
+    return _sums(scores.masked_fill(~seen, -torch.inf).topk(len(CHOSEN)).indices, k, seen)
 
 
-def _sums(indices: Tensor, k: Tensor) -> Tensor:
+def _sums(indices: Tensor, k: Tensor, seen: Tensor) -> Tensor:
     chosen = torch.zeros(*indices.shape[:2], k.shape[1], dtype=k.dtype, device=k.device)
-    return chosen.scatter(-1, indices.long(), 1.0) @ k
+    return chosen.scatter(-1, indices.long(), 1.0).mul(seen.to(k.device)) @ k
 
 
-def _seen(q: Tensor, k: Tensor) -> Tensor:
-    return torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+def _seen(q: Tensor, k: Tensor, padded: int = 0) -> Tensor:
+    causal = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+    return causal & (torch.arange(k.shape[1]) >= padded)
 
 
 def _to_chosen(f: Callable, q: Tensor, latents: Tensor, rope: Tensor) -> Tensor:
@@ -180,6 +185,16 @@ FUNCTIONS = (
         "flash_attn_varlen_func", _in_a_graph, _packed, drawn((12, 4, 16), (12, 2, 16), (12, 2, 16)), "in a graph"
     ),
     _function("top_k_keys", _sums_of_chosen, _exact_sums_of_chosen, drawn((1, 9, 16, 128), (1, 13, 128), (1, 9, 16))),
+    *(
+        _function(
+            "top_k_keys",
+            partial(_sums_of_chosen, padded=3),
+            partial(_exact_sums_of_chosen, padded=3),
+            drawn((1, queries, 16, 128), (1, 13, 128), (1, queries, 16)),
+            f"padding before {what}",
+        )
+        for queries, what in ((13, "a prompt"), (1, "one token"))
+    ),
     _function("attend_chosen", _to_chosen, _exact_to_chosen, drawn((1, 9, 4, 576), (1, 13, 512), (1, 13, 64))),
     _function("attention_forward", _of_module, _causal, drawn(*HEADS)),
     _function("attention_mask", _masked, _causal, drawn(*HEADS)),

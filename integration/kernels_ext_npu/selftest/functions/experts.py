@@ -1,5 +1,7 @@
 """Routers and experts, with numbers of experts, choices and rows at and around the limits of the operators."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 

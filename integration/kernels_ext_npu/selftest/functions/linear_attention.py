@@ -1,5 +1,7 @@
 """Delta rules, scans and causal convolutions, with lengths at and around the chunks that they are computed in."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 

@@ -1,5 +1,7 @@
 """Linear layers, those with adapters of low rank, one by one and several of one input, and those of patches."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any

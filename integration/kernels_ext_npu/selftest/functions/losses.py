@@ -1,5 +1,7 @@
 """Losses of logits and of a head, with vocabularies at and around the pieces that they are computed in."""
 
+from __future__ import annotations
+
 import math
 from functools import partial
 

@@ -1,5 +1,7 @@
 """Norms, gated units and activations, with sizes at and around the limits of their operators."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from types import SimpleNamespace

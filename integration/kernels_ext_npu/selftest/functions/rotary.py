@@ -1,5 +1,7 @@
 """Rotations, with heads, positions and layouts at and around the limits of ``npu_rotary_mul``."""
 
+from __future__ import annotations
+
 from functools import partial
 
 import torch

@@ -1,5 +1,7 @@
 """Every layer of the repositories on modules that it serves, against their own forward in float64 on the host."""
 
+from __future__ import annotations
+
 import copy
 import inspect
 import sys
@@ -17,6 +19,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from kernels_ext_npu.catalogue import LAYERS, NORMS, ROUTERS
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
+from kernels_ext_npu.patterns.linear_attention.forget_gates import KimiLinearForgetGate
 from kernels_ext_npu.patterns.linear_attention.gated_recurrence import RecurrentGemmaRglru
 from kernels_ext_npu.patterns.mlps import mlp_variants
 from kernels_ext_npu.patterns.moe import moe_blocks_v4
@@ -73,6 +76,10 @@ def _normed_mlp() -> Made:
 def _recurrent_unit() -> Made:
     module = _random(RecurrentGemmaRglru(2, 16), deviation=0.5)
     return module, (torch.randn(2, 40, 16), torch.arange(40).expand(2, -1))
+
+
+def _forget_gate() -> Made:
+    return _random(KimiLinearForgetGate(32, 2, 16), deviation=0.5), (torch.randn(2, 5, 32),)
 
 
 def _streams(module: nn.Module) -> Made:
@@ -138,7 +145,10 @@ MLPS = {
 MODULES: dict[str, list[Callable[[], Made]]] = {
     **{layer: [partial(_norm, layer)] for layer in NORMS.layers},
     "MambaRMSNormGated": [partial(_norm, "MambaRMSNormGated"), _grouped_norm],
-    "RMSNormGated": [partial(_norm, "RMSNormGated"), partial(_norm, "RMSNormGated", activation="sigmoid")],
+    **{
+        layer: [partial(_norm, layer, activation=name) for name in ("silu", "sigmoid")]
+        for layer in ("RMSNormGated", "RMSNormGatedCastLast")
+    },
     "AddLayerNorm": [partial(_seeded, BertSelfOutput, 32, inputs=2)],
     "LayerNorm": [partial(_seeded, DebertaLayerNorm, 32)],
     "LayerNormFloat32": [partial(_seeded, CohereLayerNorm, 32), partial(_seeded, OlmoLayerNorm, 32)],
@@ -149,6 +159,7 @@ MODULES: dict[str, list[Callable[[], Made]]] = {
     "NewGELU": [partial(_seeded, NewGELUActivation)],
     "QuickGELU": [partial(_seeded, QuickGELUActivation)],
     "RGLRU": [_recurrent_unit],
+    "ForgetGate": [_forget_gate],
     "HyperConnection": [lambda: _streams(hyper_connections.DeepseekV4HyperConnection(16))],
     "IndependentHyperConnection": [lambda: _streams(hyper_connections.HYV4HyperConnection(16))],
     "HyperHead": [

@@ -1,5 +1,7 @@
 """Makes arguments for the rotary functions of transformers, and small rotary embeddings."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

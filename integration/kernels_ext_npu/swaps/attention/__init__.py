@@ -1,5 +1,7 @@
 """Attention: the implementation ``npu_flash_attention``, and what ``sdpa`` means on the NPU while it is registered."""
 
+from __future__ import annotations
+
 import functools
 import sys
 from collections.abc import Iterator

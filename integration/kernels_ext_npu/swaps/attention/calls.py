@@ -10,8 +10,11 @@ Positions that nobody gave, which a model counts itself, are those of one sequen
 are handed on as they are, and the kernel reads them once a forward.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -168,7 +171,7 @@ def call_model(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: 
     forward = inspect.unwrap(self.forward)
     is_known = getattr(forward, "__module__", "").startswith("transformers.")
     split_sequences.split_recurrences_of(self)
-    split_sequences.refuse_unshifted(self, kwargs.get("labels"), kwargs.get("shift_labels"))
+    split_sequences.refuse_unshifted(self, kwargs, sys._getframe(1))
     # tokens can be given without their name, and what follows them could be positions
     counts_itself = is_known and len(args) <= 1 and kwargs.get("position_ids") is None
     if counts_itself:

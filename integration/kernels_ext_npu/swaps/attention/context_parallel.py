@@ -3,14 +3,16 @@
 Each gathers the keys that it sees: behind one all-gather of the keys, and one of the values, a device has one launch,
 in which each of its blocks of a sequence is one of its own: the last query stands at the last key that it sees. Packed
 sequences are more of them, and of a window only what the next block sees is sent. The gradient sums the keys' gradients
-where they came from, by a reduce-scatter. All of that holds for one layer at a time; a layer that is not checkpointed
-keeps it.
+where they came from, by a reduce-scatter. Values travel while keys are put in order, and keys' gradients while those of
+values are made. All of that holds for one layer at a time; a layer that is not checkpointed keeps it.
 
 Or each exchanges its tokens of all heads for all tokens of some, as Ulysses does, where that sends fewer bytes.
 
 A ring, as torch has it, sends what gathering does, (ranks - 1) times the part of a device, and once more in the
 backward, where keys go round again; it knows neither windows nor sinks nor packed sequences.
 """
+
+from __future__ import annotations
 
 import functools
 from itertools import accumulate
@@ -86,13 +88,13 @@ def attend(
     if exchanges := _exchanges_heads(split, query, key, left):
         if (copies := split.ranks // key.shape[2]) > 1:  # a device has one key head at least
             key, value = (tensor.repeat_interleave(copies, dim=2) for tensor in (key, value))
-        query, key, value = (Exchange.apply(tensor, split, True) for tensor in (query, key, value))
+        query, key, value = Exchange.apply(split, True, query, key, value)
         key, value = (tensor.flatten(0, 1) for tensor in (key, value))
         s_aux = None if s_aux is None else s_aux.chunk(split.ranks)[split.rank]
         lengths, key_lengths, _ = _pieces((0,), total, total, begins, None, causal)
     else:
         lengths, key_lengths, ranges = _pieces(split.blocks(split.rank), tokens, total, begins, left, causal)
-        key, value = (Gather.apply(tensor, split, ranges, left) for tensor in (key, value))
+        key, value = Gather.apply(split, ranges, left, key, value)
     result = registration.package(NPU_FLASH_ATTENTION.repository).flash_attn_varlen_func(
         query.flatten(0, 1),
         key,
@@ -107,7 +109,7 @@ def attend(
         s_aux=s_aux,
     )
     result = result.unflatten(0, query.shape[:2])
-    return Exchange.apply(result, split, False) if exchanges else result
+    return Exchange.apply(split, False, result)[0] if exchanges else result
 
 
 def _exchanges_heads(split: Split, query: Tensor, key: Tensor, left: int | None) -> bool:
@@ -165,7 +167,7 @@ def sequences(tokens: Tensor, positions: Tensor | None, padding: Tensor | None) 
         return None  # nothing can be read: each row is taken for one sequence
     split, (batch, length) = current(), tokens.shape[:2]
     if not split.is_balanced:  # torch balances what it can divide
-        lengths = split.gather(torch.tensor([[length]], device=tokens.device))
+        (lengths,) = split.gather(torch.tensor([[length]], device=tokens.device))
         if len(set(map(int, lengths))) > 1:
             raise ValueError(
                 f"torch's context_parallel splits sequences between {split.ranks} devices, which have parts of "
@@ -218,7 +220,8 @@ def _exchanged(split: Split, batch: int, positions: Tensor | None, padding: Tens
     assert given is not None
     places, kept = (torch.ones_like(given) if tensor is None else tensor for tensor in (positions, padding))
     part = torch.stack([tensor.expand(batch, -1).long() for tensor in (places, kept)], dim=-1)
-    places, kept = torch.cat(split.gather(part), dim=1).cpu().unbind(-1)
+    (blocks,) = split.gather(part)
+    places, kept = torch.cat(blocks, dim=1).cpu().unbind(-1)
     kept = kept != 0
     starts = torch.ones_like(kept)
     starts[:, 1:] = False if positions is None else torch.diff(places) != 1

@@ -6,6 +6,8 @@ scores to torch, which drops them on an NPU; ESM C refuses chains, HRM prefixes,
 is as any other implementation. Generation is to know ours as flash.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 import sys

@@ -1,5 +1,7 @@
 """Indexers that choose keys in parts, and modules that hand on what was chosen in place of a mask of it."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 from collections.abc import Callable, Iterable
@@ -75,17 +77,15 @@ def among(mask: Tensor, indices: Tensor) -> Tensor:
 
 
 def _choose(ours: FunctionType, original: Callable, self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    given = args[0] if args else kwargs.get("hidden_states")
-    if not (isinstance(given, Tensor) and given.device.type == "npu" and _stands_for(self)):
+    if not (_is_on_npu(args, kwargs) and _stands_for(self)):
         return original(self, *args, **kwargs)
     with torch.no_grad():
         return ours(self, *args, **kwargs)
 
 
 def _hand_on(ours: FunctionType, original: Callable, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    given = args[0] if args else kwargs.get("hidden_states")
     is_looked_at = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
-    if is_looked_at or not (isinstance(given, Tensor) and given.device.type == "npu" and hands_on(self)):
+    if is_looked_at or not (_is_on_npu(args, kwargs) and hands_on(self)):
         return original(self, *args, **kwargs)
     named = dict(zip(_parameters(ours), (self, *args))) | kwargs
     return _in_parts(ours, **named) if _is_long(**named) else ours(self, *args, **kwargs)
@@ -153,12 +153,17 @@ def _parameters(forward: FunctionType) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)
 
 
+def _is_on_npu(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call has its tokens on the NPU; a graph of torch.compile keeps masks, and asks nothing here."""
+    given = args[0] if args else kwargs.get("hidden_states")
+    return not torch.compiler.is_compiling() and isinstance(given, Tensor) and given.device.type == "npu"
+
+
 def _stands_for(module: nn.Module) -> bool:
-    """Tell whether the kernel computes what a module names; a graph of torch.compile keeps masks."""
+    """Tell whether the kernel computes what a module names."""
     return (
         serving.is_ours(module.config)
         and serving.PLAIN not in vars(module)
-        and not torch.compiler.is_compiling()
         and registration.try_package(NPU_FLASH_ATTENTION.repository) is not None
     )
 

@@ -11,21 +11,25 @@ the weight of `kv_b_proj` ``[N * (D + D_v), R]``.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.matching.fingerprint import function_fingerprint
+from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swaps.attention import indexers, serving
 from kernels_ext_npu.swaps.linear.plain_linear import why_not_plain
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 _METHOD = "expand_kv"
+_OF_STYLES = "transformers.distributed.tensor_parallel", "TensorParallelLayer.install_forward.<locals>.tp_forward"
 _GATHERED = 4
 _AT_A_TIME = 1024  # queries whose keys are chosen
 _NOT_OF_LATENTS = ("cache", "cu_seq_lens_q", "output_attentions", "position_bias", "softcap")  # keys are looked at
@@ -68,8 +72,10 @@ class Latents:
     module: Any
     nope: Tensor
     rope: Tensor
+    weight: Tensor  # of `kv_b_proj`; a DTensor where a rank has the rows of its heads
     original: Callable
     has_gradient: bool
+    dtype: torch.dtype  # of keys and values: that of autocast, or of what is cached
 
     @functools.cached_property
     def made(self) -> tuple[Tensor, Tensor]:
@@ -77,10 +83,16 @@ class Latents:
         with torch.set_grad_enabled(self.has_gradient):
             return self.original(self.module, self.nope, self.rope)
 
-    @property
-    def weight(self) -> Tensor:
-        """``[N, D + D_v, R]``."""
-        return self.module.kv_b_proj.weight.unflatten(0, (-1, self.module.qk_nope_head_dim + self.module.v_head_dim))
+    @functools.cached_property
+    def cast(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return latents, the rotated part and the weight ``[N, D + D_v, R]`` in the dtype of keys and values."""
+        with torch.set_grad_enabled(self.has_gradient):
+            nope, rope, weight = self.nope, self.rope, self.weight
+            if isinstance(weight, DTensor):  # the gradient of latents is a sum over all heads; rope has its own
+                whole = DTensor.from_local(nope, weight.device_mesh, [Replicate()], run_check=False)
+                nope, weight = whole.to_local(grad_placements=[Partial()]), weight.to_local()
+            nope, rope, weight = (tensor.to(self.dtype) for tensor in (nope, rope, weight))
+            return nope, rope, weight.unflatten(0, (-1, self.module.qk_nope_head_dim + self.module.v_head_dim))
 
     def is_cheaper(self, queries: int) -> bool:
         """Tell whether few enough products are left where keys are not expanded.
@@ -104,14 +116,14 @@ class Latents:
 
     def attend(self, attend: Callable[..., Tensor], query: Tensor) -> Tensor:
         """Return ``[B, S_q, N, D_v]`` of what attends to one key head, ``[B, S_q, N, R]``."""
-        key = torch.cat((self.nope, self.rope), dim=-1)
-        return self._values_of(attend(self._absorbed(query), key, self.nope))
+        nope, rope, _ = self.cast
+        return self._values_of(attend(self._absorbed(query), torch.cat((nope, rope), dim=-1), nope))
 
     def attend_chosen(
         self, attend: Callable[..., Tensor], query: Tensor, mask: Any, indices: Tensor, *options: Any
     ) -> Tensor:
         """Return the same of what attends to chosen keys, for some queries at a time: absorbed they are larger."""
-        parts, latents, rope = [], self.nope[:, 0], self.rope[:, 0]
+        parts, (latents, rope) = [], (tensor[:, 0] for tensor in self.cast[:2])
         for begin in range(0, query.shape[2], _AT_A_TIME):
             end = min(begin + _AT_A_TIME, query.shape[2])
             rows = mask
@@ -123,15 +135,15 @@ class Latents:
 
     def _absorbed(self, query: Tensor) -> Tensor:
         """Return queries of latents, ``[B, N, S_q, R + R_r]``."""
-        split = self.module.qk_nope_head_dim
+        split, query = self.module.qk_nope_head_dim, query.to(self.dtype)
         by_head = query[..., :split].transpose(0, 1).flatten(1, 2)
-        absorbed = torch.bmm(by_head, self.weight[:, :split]).unflatten(1, (len(query), -1)).transpose(0, 1)
+        absorbed = torch.bmm(by_head, self.cast[2][:, :split]).unflatten(1, (len(query), -1)).transpose(0, 1)
         return torch.cat((absorbed, query[..., split:]), dim=-1)
 
     def _values_of(self, result: Tensor) -> Tensor:
         """Return ``[B, S_q, N, D_v]`` of sums of latents, ``[B, S_q, N, R]``."""
         by_head = result.permute(2, 0, 1, 3).flatten(1, 2)
-        weight = self.weight[:, self.module.qk_nope_head_dim :]
+        weight = self.cast[2][:, self.module.qk_nope_head_dim :]
         values = torch.bmm(by_head, weight.transpose(1, 2)).unflatten(1, (len(result), -1))
         return values.permute(1, 2, 0, 3).contiguous()
 
@@ -158,7 +170,9 @@ def of_chosen_keys(
         return None
     is_plain = not isinstance(mask, Tensor) or (mask.dim() == 4 and mask.shape[1] == 1 and not mask.requires_grad)
     in_place = options.get("s_aux") is None and not latents.has_gradient
-    in_place = in_place and read_in_place(query.transpose(1, 2), latents.nope[:, 0], latents.rope[:, 0])
+    if in_place:
+        nope, rope, _ = latents.cast
+        in_place = read_in_place(query.to(latents.dtype).transpose(1, 2), nope[:, 0], rope[:, 0])
     is_cheaper = latents.is_cheaper_of_chosen(query.shape[2], indices.shape[-1], not in_place)
     return latents if is_plain and is_cheaper else None
 
@@ -173,29 +187,60 @@ def _of_both(key: Tensor, value: Tensor, options: dict[str, Any]) -> Latents | N
 
 
 def _expand(original: Callable, self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    weight = self.kv_b_proj._parameters.get("weight")
+    if torch.compiler.is_compiling():
+        return original(self, kv_nope, k_rot)
+    weight, device = _weight_of(self.kv_b_proj), kv_nope.device.type
+    size = self.qk_nope_head_dim + self.v_head_dim
     has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (weight, kv_nope, k_rot) if t is not None)
+    is_cast = torch.is_autocast_enabled(device)
     if (
-        torch.compiler.is_compiling()
-        or why_not_plain(self.kv_b_proj) is not None
-        or self.kv_b_proj.bias is not None
-        or not weight.dtype == kv_nope.dtype == k_rot.dtype
+        weight is None
+        or (rows := len(weight.to_local() if isinstance(weight, DTensor) else weight)) % size
+        or not (is_cast or weight.dtype == kv_nope.dtype == k_rot.dtype)
         or (has_gradient and not indexers.hands_on(self))
-        or torch.is_autocast_enabled(kv_nope.device.type)
         or not (NPU_FLASH_ATTENTION.is_named_by(self.config) or serving.stands_for(self.config))
-        or serving.refusal(self, kv_nope.device.type, kv_nope.dtype, None) is not None
+        or serving.refusal(self, device, kv_nope.dtype, None) is not None
     ):
         return original(self, kv_nope, k_rot)
-    latents = Latents(self, kv_nope, k_rot, original, has_gradient)
-    heads = weight.shape[0] // (self.qk_nope_head_dim + self.v_head_dim)
+    dtype = torch.get_autocast_dtype(device) if is_cast else kv_nope.dtype
+    latents = Latents(self, kv_nope, k_rot, weight, original, has_gradient, dtype)
     sizes = self.qk_nope_head_dim + k_rot.shape[-1], self.v_head_dim
-    return _unexpanded(latents, heads, 0, sizes[0]), _unexpanded(latents, heads, 1, sizes[1])
+    return _unexpanded(latents, rows // size, 0, sizes[0]), _unexpanded(latents, rows // size, 1, sizes[1])
+
+
+def _weight_of(layer: Any) -> Tensor | None:
+    """Return the weight of which a call of a layer is the product alone; None where it is more than that.
+
+    A rank of transformers' tensor parallelism has the rows of its heads, of a DTensor.
+    """
+    if layer.bias is not None:
+        return None
+    if why_not_plain(layer) is None:
+        return layer.weight
+    weight, forward = layer._parameters.get("weight"), vars(layer).get("forward")
+    is_rank = isinstance(weight, DTensor) and weight.placements == (Shard(0),) and type(layer) is torch.nn.Linear
+    return weight if is_rank and not has_hooks(layer) and _is_of_columns(forward) else None
+
+
+def _is_of_columns(forward: Any) -> bool:
+    """Tell whether the forward of an instance is what ColwiseParallel of transformers puts around that of its class."""
+    if (getattr(forward, "__module__", None), getattr(forward, "__qualname__", None)) != _OF_STYLES:
+        return False
+    held = inspect.getclosurevars(forward).nonlocals
+    style, inside = held["self"], held["original_forward"]
+    return (
+        type(style).__name__ == "ColwiseParallel"
+        and style.use_local_output
+        and style.input_layouts == Replicate()
+        and style.output_layouts == Shard(-1)
+        and getattr(inside, "__func__", None) is torch.nn.Linear.forward
+    )
 
 
 def _unexpanded(latents: Latents, heads: int, place: int, size: int) -> Unexpanded:
     like = latents.nope
     make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-    made = make(Unexpanded, (len(like), heads, like.shape[2], size), dtype=like.dtype, device=like.device)
+    made = make(Unexpanded, (len(like), heads, like.shape[2], size), dtype=latents.dtype, device=like.device)
     made.latents, made.place = latents, place
     return made
 

@@ -1,5 +1,7 @@
 """Models that name our attention implementation: by its name, or by that of its repository on the Hub."""
 
+from __future__ import annotations
+
 import sys
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,5 +1,7 @@
 """Which attention the kernel serves: what classes, modules and configs tell of it."""
 
+from __future__ import annotations
+
 import functools
 import sys
 from collections.abc import Callable

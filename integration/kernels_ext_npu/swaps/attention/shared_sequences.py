@@ -4,6 +4,9 @@ torch gives each device a block of a sequence, or two where it balances the load
 devices has the first and the last.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,34 +28,47 @@ class Split:
         """Return which blocks of a sequence a device has."""
         return (rank, 2 * self.ranks - 1 - rank) if self.is_balanced else (rank,)
 
-    def gather(self, part: Tensor) -> list[Tensor]:
-        """Return the blocks of all devices in the order of the sequence, of a part ``[B, tokens, ...]``."""
-        gathered = part.new_empty(self.ranks, *part.shape)
-        dist.all_gather_into_tensor(gathered, part.contiguous(), group=self.group)
-        return self._in_order(gathered)
+    def gather(self, *parts: Tensor) -> Iterator[list[Tensor]]:
+        """Give the blocks of all devices in the order of the sequence, of each part ``[B, tokens, ...]``."""
+        sent = ((part.new_empty(self.ranks, *part.shape), part) for part in parts)
+        return map(self._in_order, self._arriving(dist.all_gather_into_tensor, sent))
 
-    def scatter(self, whole: Tensor) -> Tensor:
-        """Return the sum over all devices of the part of this one, of ``[B, tokens of all, ...]``."""
-        parts = self._by_rank(whole)
-        part = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(part, parts, group=self.group)
-        return part
+    def scatter(self, wholes: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Give the sum over all devices of the part of this one, of each ``[B, tokens of all, ...]``."""
+        parts = map(self._by_rank, wholes)
+        return self._arriving(dist.reduce_scatter_tensor, ((torch.empty_like(part[0]), part) for part in parts))
 
-    def all_tokens(self, part: Tensor) -> Tensor:
-        """Return all tokens of the heads of this device, of its part ``[B, tokens, N, ...]``, in exchange for others.
+    def all_tokens(self, *parts: Tensor) -> Iterator[Tensor]:
+        """Give all tokens of the heads of this device, of its parts ``[B, tokens, N, ...]``, in exchange for others.
 
         Of N heads each device gets the next N / ranks.
         """
-        return torch.cat(self._in_order(self._exchange(part.unflatten(2, (self.ranks, -1)).movedim(2, 0))), dim=1)
+        by_heads = (part.unflatten(2, (self.ranks, -1)).movedim(2, 0) for part in parts)
+        return (torch.cat(self._in_order(arrived), dim=1) for arrived in self._exchange(by_heads))
 
-    def own_tokens(self, whole: Tensor) -> Tensor:
-        """Return what `all_tokens` was given, of what it returned: ``[B, tokens of all, N / ranks, ...]``."""
-        return self._exchange(self._by_rank(whole)).movedim(0, 2).flatten(2, 3)
+    def own_tokens(self, *wholes: Tensor) -> Iterator[Tensor]:
+        """Give what `all_tokens` was given, of what it gave: ``[B, tokens of all, N / ranks, ...]``."""
+        return (arrived.movedim(0, 2).flatten(2, 3) for arrived in self._exchange(map(self._by_rank, wholes)))
 
-    def _exchange(self, parts: Tensor) -> Tensor:
-        received = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, parts.contiguous(), group=self.group)
-        return received
+    def _exchange(self, parts: Iterable[Tensor]) -> Iterator[Tensor]:
+        sent = ((torch.empty_like(part, memory_format=torch.contiguous_format), part) for part in parts)
+        return self._arriving(dist.all_to_all_single, sent)
+
+    def _arriving(self, collective: Callable, messages: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
+        """Give what arrives, of tensors that it arrives in and those that are sent.
+
+        All are on their way before the first is waited for: while a device makes the next, or puts in order what has
+        come, the others travel.
+        """
+        travelling = []
+        for arriving, sent in messages:
+            sent = sent.contiguous()
+            travelling.append((arriving, sent, collective(arriving, sent, group=self.group, async_op=True)))
+        while travelling:
+            arriving, sent, work = travelling.pop(0)
+            work.wait()
+            del sent, work
+            yield arriving
 
     def _in_order(self, parts: Tensor) -> list[Tensor]:
         """Return the blocks of a sequence, of what the devices have of it: ``[ranks, B, tokens, ...]``."""
@@ -78,7 +94,7 @@ class Range(NamedTuple):
 
 
 class Gather(torch.autograd.Function):
-    """Gathers ranges of whole sequences, one behind the other: of ``[B, tokens, N, D]`` they are ``[T, N, D]``.
+    """Gathers ranges of whole sequences, one behind the other: of each ``[B, tokens, N, D]`` they are ``[T, N, D]``.
 
     Args:
         reach: how many keys in front of a block its queries see at most: of each block only so many at its end are
@@ -86,52 +102,64 @@ class Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, split: Split, ranges: tuple[Range, ...], reach: int | None) -> Tensor:
+    def forward(ctx: Any, split: Split, ranges: tuple[Range, ...], reach: int | None, *parts: Tensor) -> tuple:
         own = split.blocks(split.rank)
-        size = part.shape[1] // len(own)
+        size = parts[0].shape[1] // len(own)
         reach = size if reach is None else min(max(reach, 1), size)
-        ctx.shape, ctx.split, ctx.ranges, ctx.own, ctx.size, ctx.reach = part.shape, split, ranges, own, size, reach
+        ctx.batch, ctx.split, ctx.ranges, ctx.own, ctx.size, ctx.reach = len(parts[0]), split, ranges, own, size, reach
         skipped = size - reach
-        sent = part.unflatten(1, (len(own), size))[:, :, skipped:].flatten(1, 2)
-        blocks = [(block, skipped) for block in split.gather(sent)]
-        for place, block in zip(own, part.chunk(len(own), dim=1)):
-            blocks[place] = block, 0
-        pieces = []
-        for row, begin, end in ranges:
-            for place in range(begin // size, -(-end // size)):
-                block, first = blocks[place]
-                first += place * size
-                pieces.append(block[row, max(begin - first, 0) : end - first])
-        return torch.cat(pieces)
+        sent = (part.unflatten(1, (len(own), size))[:, :, skipped:].flatten(1, 2) for part in parts)
+        gathered = []
+        for part, arrived in zip(parts, split.gather(*sent)):
+            blocks = [(block, skipped) for block in arrived]
+            for place, block in zip(own, part.chunk(len(own), dim=1)):
+                blocks[place] = block, 0
+            pieces = []
+            for row, begin, end in ranges:
+                for place in range(begin // size, -(-end // size)):
+                    block, first = blocks[place]
+                    first += place * size
+                    pieces.append(block[row, max(begin - first, 0) : end - first])
+            gathered.append(torch.cat(pieces))
+        return tuple(gathered)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        batch, _, *rest = ctx.shape
-        size, reach, number = ctx.size, ctx.reach, len(ctx.own)
-        sent = gradient.new_zeros(batch, number * reach * ctx.split.ranks, *rest)
-        pieces = gradient.split([end - begin for _, begin, end in ctx.ranges])
-        if reach == size:
-            for (row, begin, end), piece in zip(ctx.ranges, pieces):
-                sent[row, begin:end] += piece
-            return ctx.split.scatter(sent), None, None, None
-        part = gradient.new_empty(batch, number, size, *rest)
-        for (row, begin, end), piece in zip(ctx.ranges, pieces):  # the end of the block before, and a whole own one
-            place = (end - 1) // size
-            before = place * size - begin
-            sent[row, place * reach - before : place * reach] = piece[:before]
-            part[row, ctx.own.index(place)] = piece[before:]
-        part[:, :, size - reach :] += ctx.split.scatter(sent).unflatten(1, (number, reach))
-        return part.flatten(1, 2), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        own_gradients: list[Tensor] = []
+        found = list(ctx.split.scatter(_sent_back(ctx, gradient, own_gradients) for gradient in gradients))
+        for part, arrived in zip(own_gradients, found):
+            part[:, :, ctx.size - ctx.reach :] += arrived.unflatten(1, (len(ctx.own), ctx.reach))
+        return None, None, None, *([part.flatten(1, 2) for part in own_gradients] or found)
+
+
+def _sent_back(ctx: Any, gradient: Tensor, own_gradients: list[Tensor]) -> Tensor:
+    """Return the gradient of what all devices have sent, and add that of what this one has not to a list."""
+    number, size, reach, rest = len(ctx.own), ctx.size, ctx.reach, gradient.shape[1:]
+    sent = gradient.new_zeros(ctx.batch, number * reach * ctx.split.ranks, *rest)
+    pieces = gradient.split([end - begin for _, begin, end in ctx.ranges])
+    if reach == size:
+        for (row, begin, end), piece in zip(ctx.ranges, pieces):
+            sent[row, begin:end] += piece
+        return sent
+    part = gradient.new_empty(ctx.batch, number, size, *rest)
+    for (row, begin, end), piece in zip(ctx.ranges, pieces):  # the end of the block before, and a whole own one
+        place = (end - 1) // size
+        before = place * size - begin
+        sent[row, place * reach - before : place * reach] = piece[:before]
+        part[row, ctx.own.index(place)] = piece[before:]
+    own_gradients.append(part)
+    return sent
 
 
 class Exchange(torch.autograd.Function):
     """Exchanges tokens for heads, as `Split.all_tokens` does, or heads for tokens."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, split: Split, for_heads: bool) -> Tensor:
+    def forward(ctx: Any, split: Split, for_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.split, ctx.for_heads = split, for_heads
-        return split.all_tokens(tensor) if for_heads else split.own_tokens(tensor)
+        return tuple((split.all_tokens if for_heads else split.own_tokens)(*tensors))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return (ctx.split.own_tokens if ctx.for_heads else ctx.split.all_tokens)(gradient), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        back = ctx.split.own_tokens if ctx.for_heads else ctx.split.all_tokens
+        return None, None, *back(*gradients)

@@ -5,6 +5,8 @@ fewer bytes, but each device would wait for the one in front of it. A convolutio
 block. Their functions are what `kernels` made of them, called for all models of a process.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable
 from types import MethodType
@@ -54,9 +56,9 @@ def _scan(call: Callable[[], tuple[Tensor, None]], given: dict[str, Any], split:
                 f"torch's context_parallel splits sequences between {split.ranks} devices, which cannot share "
                 f"{given[name].shape[2]} heads of a recurrence: let a divisor of these share a sequence"
             )
-        given[name] = Exchange.apply(given[name], split, True)
+    given.update(zip(_BY_HEADS, Exchange.apply(split, True, *(given[name] for name in _BY_HEADS))))
     result, state = call()
-    return Exchange.apply(result, split, False), state
+    return Exchange.apply(split, False, result)[0], state
 
 
 def _convolve(call: Callable[[], Tensor], given: dict[str, Any], split: Split) -> Tensor:
@@ -66,7 +68,8 @@ def _convolve(call: Callable[[], Tensor], given: dict[str, Any], split: Split) -
     ranges = tuple(
         Range(row, max(place * size - reach, 0), (place + 1) * size) for row in range(rows) for place in places
     )
-    pieces = Gather.apply(part, split, ranges, reach).split([end - begin for _, begin, end in ranges])
+    (gathered,) = Gather.apply(split, ranges, reach, part)
+    pieces = gathered.split([end - begin for _, begin, end in ranges])
     blocks = [F.pad(piece, (0, 0, reach + size - len(piece), 0)) for piece in pieces]  # the first has nothing in front
     given["hidden_states"] = torch.stack(blocks).transpose(1, 2)
     return call()[:, :, reach:].unflatten(0, (rows, -1)).transpose(1, 2).flatten(2)

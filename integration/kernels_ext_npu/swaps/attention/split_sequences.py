@@ -5,11 +5,13 @@ so in the place of ``scaled_dot_product_attention``, frameworks do in entries of
 ours would compute without a word. Convolutions and recurrences would begin anew in every part.
 """
 
+from __future__ import annotations
+
 import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from kernels_ext_npu.catalogue import LINEAR_ATTENTION, RECURRENCES
 from kernels_ext_npu.matching.function_scan import uses
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.swaps.attention import split_recurrences
+from kernels_ext_npu.swaps.loss.lm_head_loss import forward_with_labels
 
 _TORCH = "torch's context_parallel"
 
@@ -135,16 +138,25 @@ def split_recurrences_of(model: nn.Module) -> None:
                 active.patches.method(cls, "__call__", split_recurrences.compute, exchanges_keys)
 
 
-def refuse_unshifted(model: PreTrainedModel, labels: Tensor | None, shifted: Tensor | None) -> None:
+def refuse_unshifted(model: PreTrainedModel, given: dict[str, Any], caller: FrameType) -> None:
     """Raise if a language model is to shift the labels of parts: the first of each is that of another device's token.
 
     Frameworks compute their losses themselves.
+
+    Args:
+        model: is called.
+        given: by name.
+        caller: may be the forward of the language model, which somebody has called without its model, as peft did.
     """
-    if labels is None or shifted is not None or not exchanges_keys():
+    if not exchanges_keys():
         return
     from transformers.loss.loss_utils import ForCausalLMLoss  # register() need not wait for it
 
-    if getattr(model, "loss_function", None) is ForCausalLMLoss:
+    if given.get("labels") is None and (around := forward_with_labels(caller)) is not None:
+        given = around.f_locals | around.f_locals.get("kwargs", {})
+        model = given["self"]
+    is_shifted = given.get("labels") is None or given.get("shift_labels") is not None
+    if not is_shifted and getattr(model, "loss_function", None) is ForCausalLMLoss:
         raise ValueError(
             f"{type(model).__name__}: {_TORCH} splits sequences between devices, and labels would be shifted within "
             "the part of each: give the model shift_labels, too, and split them as a buffer, with num_items_in_batch"

@@ -1,5 +1,7 @@
 """Experts: the implementation ``npu_grouped_mm``, and what the kernel knows of the modules that it serves."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from torch import nn

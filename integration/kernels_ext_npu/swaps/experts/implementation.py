@@ -5,6 +5,8 @@ transformers' default take it, on the NPU; on other devices it hands over to tha
 implementation gets that one.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

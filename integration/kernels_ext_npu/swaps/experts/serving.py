@@ -1,5 +1,7 @@
 """Which modules of experts the kernel serves, and what there is to say about them."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

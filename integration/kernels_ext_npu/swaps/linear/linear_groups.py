@@ -4,6 +4,8 @@ The module gets a forward that calls that of its class. While it runs, the first
 all of them, and the others, which follow with the very same tensor, are handed what was computed for them.
 """
 
+from __future__ import annotations
+
 import functools
 import threading
 from collections.abc import Iterable, Iterator, Sequence, Set

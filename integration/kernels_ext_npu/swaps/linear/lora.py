@@ -5,6 +5,8 @@ the kernel what its class would compute step by step. What decides on that is lo
 are added, switched, merged and scaled at any time: where something is in the way its class computes.
 """
 
+from __future__ import annotations
+
 import ast
 import functools
 import inspect

@@ -4,6 +4,8 @@ Adapters and heads ask it when kernels are swapped in, and again in each call, s
 wrapped at any time.
 """
 
+from __future__ import annotations
+
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor

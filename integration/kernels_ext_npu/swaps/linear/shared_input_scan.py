@@ -9,6 +9,8 @@ both are: each is called once, on every way through the forward, with a variable
 in between.
 """
 
+from __future__ import annotations
+
 import ast
 import functools
 import inspect

@@ -4,6 +4,8 @@ The forward of the model stays: its head returns logits that are computed when s
 of these does not (deferred_logits.py).
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 import sys
@@ -100,9 +102,9 @@ def _forward_with(kernel: ModuleType) -> FunctionType:
 
     def forward(self: nn.Module, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and _can_defer(self, input):
-            model = _model_with_labels(sys._getframe(1))
-            if model is not None:
-                return _deferred(self, input, model, kernel)
+            around = forward_with_labels(sys._getframe(1))
+            if around is not None:
+                return _deferred(self, input, around.f_locals["self"], kernel)
         return type(self).forward(self, input)
 
     return forward  # type: ignore[return-value]
@@ -121,8 +123,8 @@ def _can_defer(head: nn.Module, hidden_states: Tensor) -> bool:
     )
 
 
-def _model_with_labels(frame: FrameType | None) -> nn.Module | None:
-    """Return the innermost model that was given labels, of those whose forward calls a head; None where none was.
+def forward_with_labels(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost forward of a model that was given labels, of those that are running; None where none was.
 
     It is read from the variables of the running forwards: no hook or wrapper sees all calls. peft calls
     ``self.model.forward(...)``, accelerate and FSDP exchange forwards and classes, and a model inside another may be
@@ -136,7 +138,7 @@ def _model_with_labels(frame: FrameType | None) -> nn.Module | None:
             if not isinstance(model, PreTrainedModel):
                 return None
             if isinstance(labels, Tensor):
-                return model
+                return frame
             if isinstance(model, FSDPModule):
                 return None
         frame = frame.f_back

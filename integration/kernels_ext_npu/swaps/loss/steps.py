@@ -6,6 +6,8 @@
 are five steps, of which the kernel is told a scale, a softcap, and the rows of the hidden states.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -14,7 +14,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernels_ext_npu
@@ -28,6 +27,10 @@ RESTORED = "the model was loaded without use_kernels=True, or its kernels were t
 
 
 DEFAULTS = {"qwen3": "sdpa", "gpt_oss": "eager"}  # of transformers
+
+
+def configs_in(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    return [getattr(config, name) for name in config.sub_configs]
 
 
 def implementation(model: nn.Module) -> str:
@@ -107,6 +110,7 @@ def test_towers_give_lengths_and_take_one_launch_a_layer(registered, tmp_path) -
         expected = plain(**inputs).logits
         softnpu.reset_counters()
         found = model(**on_npu(inputs)).logits
+        assert {part._attn_implementation for part in (model.config, *configs_in(model.config))} == {"sdpa"}
         assert softnpu.counters()[LAUNCH] == 4  # two layers of the tower, two of the language model
         torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
         found = kernels_ext_npu.restore(model)(**on_npu(inputs)).logits  # its windows are calls of their own again
@@ -200,35 +204,27 @@ def test_restore_gives_a_model_its_own_until_it_is_kernelized_again(registered, 
     assert launches(model) == 2
 
 
-def test_what_wraps_sdpa_by_name_is_called_for_models_that_name_nothing(registered, monkeypatch) -> None:
+@pytest.mark.parametrize("mapping", ["_local_mapping", "_global_mapping"])
+@pytest.mark.parametrize("is_before", [False, True], ids=["after register()", "before register()"])
+def test_what_wraps_sdpa_by_name_is_called_for_models_that_name_nothing(monkeypatch, mapping, is_before) -> None:
     """As frameworks do that split sequences; and the report says so."""
     calls = []
-    ours = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    if not is_before:
+        kernels_ext_npu.register()
+    inner = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def wrapper(module: nn.Module, *args: object, **kwargs: object) -> object:
         calls.append(module)
-        return ours(module, *args, **kwargs)
+        return inner(module, *args, **kwargs)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", wrapper)
+    monkeypatch.setitem(getattr(ALL_ATTENTION_FUNCTIONS, mapping), "sdpa", wrapper)
+    kernels_ext_npu.register()
     model = build().to("npu")
     assert launches(model) == len(calls) == 2
     assert reasons(model) == {
         "another library has replaced the attention implementation sdpa: "
         f"{__name__}.test_what_wraps_sdpa_by_name_is_called_for_models_that_name_nothing.<locals>.wrapper"
     }
-
-
-def test_who_has_wrapped_sdpa_before_register_keeps_the_wrapper(monkeypatch) -> None:
-    calls = []
-
-    def wrapper(module: nn.Module, *args: object, **kwargs: object) -> object:
-        calls.append(module)
-        return sdpa_attention_forward(module, *args, **kwargs)
-
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", wrapper)
-    kernels_ext_npu.register()
-    launches(build().to("npu"))
-    assert len(calls) == 2
 
 
 def test_what_is_pickled_says_nothing_of_us(registered) -> None:

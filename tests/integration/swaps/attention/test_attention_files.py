@@ -2,10 +2,10 @@
 
 import copy
 import logging
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     EsmcConfig,
@@ -21,16 +21,14 @@ from transformers.models.sam2 import modeling_sam2
 
 import kernels_ext_npu
 import softnpu
+from tests.support.nearness import assert_each_near
 from tests.support.zoo import randomise
 
 NAME = "npu_flash_attention"
 LAUNCH = "npu_fusion_attention_v3"
 FLOAT32 = 5e-6  # of values of size one: both are float32, with sums in another order
+assert_equal = partial(assert_each_near, tolerance=FLOAT32)
 TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-def assert_equal(found: Tensor, expected: Tensor) -> None:
-    assert (found.detach().cpu() - expected).abs().max() <= FLOAT32 * max(1.0, float(expected.abs().max()))
 
 
 def eager(model: PreTrainedModel) -> PreTrainedModel:

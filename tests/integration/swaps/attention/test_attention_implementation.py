@@ -1,12 +1,13 @@
 """``npu_flash_attention``: who gets it, by which names, what it computes, and how it ends."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.utils import DeepSpeedSequenceParallelConfig
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -21,9 +22,10 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernels_ext_npu
-from tests.support import attention_types, zoo
+from tests.support import zoo
 from tests.support.attention_models import MODELS, NAME, ids, on_npu, pair
 from tests.support.launches import of_attention as launches
+from tests.support.nearness import assert_each_near
 
 ON_HUB = "kernels-ext-npu/FlashAttention"
 FOR_ACCELERATE = "kernels-ext-npu/flash-attn"
@@ -33,12 +35,7 @@ NAMES = list(IN_CONFIG)
 # with a window, with two kinds of masks, with sinks, with heads of values that are smaller
 SERVED = ["qwen3", "mistral", "gemma3", "gpt_oss", "deepseek_v3"]
 # Both are float32, with sums in another order: values of size one differ by some 1e-6.
-FLOAT32 = 5e-6
-
-
-def assert_equal(found: Tensor, expected: Tensor) -> None:
-    error = (found.detach().cpu() - expected.detach()).abs().max()
-    assert error <= FLOAT32 * max(1.0, float(expected.detach().abs().max())), float(error)
+assert_equal = partial(assert_each_near, tolerance=5e-6)
 
 
 def pair_by_name(name: str, implementation: str = NAME) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -49,8 +46,8 @@ def pair_by_name(name: str, implementation: str = NAME) -> tuple[PreTrainedModel
     return model, ours
 
 
-def rows(model: nn.Module, swapped: bool = True) -> list[kernels_ext_npu.Row]:
-    return [row for row in kernels_ext_npu.report(model) if row.kind == "attention" and row.swapped == swapped]
+def rows(model: nn.Module) -> list[kernels_ext_npu.Row]:
+    return [row for row in kernels_ext_npu.report(model) if row.kind == "attention" and row.swapped]
 
 
 @pytest.fixture
@@ -65,9 +62,7 @@ def test_biases_of_positions_are_for_a_batch_with_its_padding(registered, device
     model, ours = zoo.build("t5"), zoo.build("t5").to(device)
     model.set_attn_implementation("eager")
     ours.set_attn_implementation(NAME)
-    inputs = zoo.inputs("t5", model)  # with padding before the tokens of the first row
-    found = ours(**{key: value.to(device) for key, value in inputs.items()})
-    assert_equal(found.logits, model(**inputs).logits)
+    assert_equal(zoo.logits("t5", ours), zoo.logits("t5", model))  # with padding before the tokens of the first row
     elsewhere, here = "in torch, since it is on cpu", "in torch, where biases of positions are added to scores"
     assert {row.reason for row in rows(ours)} == {elsewhere if device == "cpu" else here}
 
@@ -84,19 +79,6 @@ def test_weights_are_those_of_eager_attention(registered, name) -> None:
     for weights, truth in zip(found.attentions, expected.attentions, strict=True):
         by_row, true_by_row = (each.transpose(1, 2)[mask.bool().to(each.device)] for each in (weights, truth))
         assert_equal(by_row, true_by_row)
-
-
-def test_weights_of_chosen_keys_are_those_of_eager_attention(registered) -> None:
-    """HYV4 hands the keys that an indexer chose to implementations that it knows not to be dense."""
-    model = attention_types.build("HYV4ForCausalLM")
-    ours = copy.deepcopy(model).to("npu")
-    ours.set_attn_implementation(NAME)
-    expected, found = (
-        m(tokens, output_attentions=True, use_cache=False) for m, tokens in ((model, ids(2)), (ours, ids(2).npu()))
-    )
-    assert_equal(found.logits, expected.logits)
-    for weights, truth in zip(found.attentions, expected.attentions, strict=True):
-        assert_equal(weights, truth)
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

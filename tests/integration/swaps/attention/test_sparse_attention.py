@@ -2,81 +2,32 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import DeepseekV32Config, DynamicCache, PreTrainedModel, StaticCache
-from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention, DeepseekV32Indexer
+from transformers import DynamicCache, StaticCache
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import INDEXERS
 from kernels_ext_npu.matching.indexer_scan import chooser, hands_on_indices
 from kernels_ext_npu.measuring.costs import Cost
-from kernels_ext_npu.swaps.attention import indexers, latents, serving
-from tests.support import zoo
+from kernels_ext_npu.swaps.attention import indexers
 from tests.support.agreement import TOLERANCE
 from tests.support.counted import counted
 from tests.support.decoding_steps import KEYS, steps
+from tests.support.sparse_models import MODELS, made
 
 pytestmark = pytest.mark.usefixtures("registered")
-SHARED = {"indexer_types": ["full", "shared"]}  # the second layer attends to what the first one chose
-OTHERS = SHARED | {"kv_source_layers": [0, 0], "no_rope_layers": [1, 1]}
-MODELS = {
-    "AXK2ForCausalLM": {},
-    "DeepseekV32ForCausalLM": {},
-    "GlmMoeDsaForCausalLM": SHARED,
-    "HYV4ForCausalLM": SHARED,
-    "MistralLarge4ForConditionalGeneration": {"text_config": zoo.MHA | SHARED},
-    "MistralLarge4ForConditionalGeneration, keys of another layer": {"text_config": zoo.MHA | OTHERS},
-}
-
-
-def made(name: str, **sizes: int) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A tiny model with all its weights drawn, and the same on the NPU with kernels."""
-    file = next(m for m in ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4") if _is_in(m, name))
-    cls = getattr(import_module(f"transformers.models.{file}.modeling_{file}"), name.partition(",")[0])
-    model = cls._from_config(zoo.configure(cls.config_class, zoo.MHA | MODELS[name] | sizes, zoo.SMALL)).eval()
-    zoo.randomise(model, 0)
-    ours = kernels_ext_npu.kernelize(copy.deepcopy(model).to("npu"))
-    model.set_attn_implementation("eager")
-    return model, ours
-
-
-def _is_in(file: str, name: str) -> bool:
-    return name.lower().startswith(file.replace("_", ""))
 
 
 def assert_alike(found: Tensor, expected: Tensor) -> None:
     assert (found.cpu() - expected).norm() <= TOLERANCE * expected.norm()
-
-
-@pytest.fixture
-def chosen(monkeypatch) -> list[int]:
-    """The numbers of queries of each attention to chosen keys."""
-    queries: list[int] = []
-    attend = latents.Latents.attend_chosen
-
-    def noted(self, call, query: Tensor, *rest) -> Tensor:
-        queries.append(query.shape[2])
-        return attend(self, call, query, *rest)
-
-    monkeypatch.setattr(latents.Latents, "attend_chosen", noted)
-    return queries
-
-
-@pytest.fixture
-def always(monkeypatch) -> None:
-    """Attend to chosen keys wherever there are more."""
-    monkeypatch.setattr(
-        latents.Latents, "is_cheaper_of_chosen", lambda self, queries, count, gathered: count < self.nope.shape[2]
-    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -149,6 +100,16 @@ def test_static_caches_packed_sequences_and_masks_of_the_caller(always, chosen) 
     assert chosen.count(14) == 6
 
 
+def test_a_compiled_model_is_one_graph_with_the_same_results(chosen) -> None:
+    """Masks are what it has there; nothing of ours is asked."""
+    model, ours = made("GlmMoeDsaForCausalLM", index_n_heads=16)
+    ids = torch.randint(2, 90, (2, 12))
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert_alike(compiled(ids.npu(), use_cache=False).logits, model(ids, use_cache=False).logits)
+    assert not chosen
+
+
 def test_weights_that_are_asked_for_are_those_of_chosen_keys() -> None:
     for name in ("HYV4ForCausalLM", "DeepseekV32ForCausalLM"):
         model, ours = made(name)
@@ -174,72 +135,6 @@ def test_an_indexer_alone_chooses_the_keys_of_its_class() -> None:
     assert found.dtype == expected.dtype == torch.int32
     rows = slice(3, None)  # those before see no four keys
     assert torch.equal(found.cpu()[:, rows], expected[:, rows])
-
-
-@pytest.fixture
-def module() -> DeepseekV32Attention:
-    """An attention of the sizes that the operators take, in float64."""
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24}
-    config = DeepseekV32Config(**sizes, qk_nope_head_dim=16, v_head_dim=16, index_n_heads=32, index_topk=16)
-    config._attn_implementation = "eager"
-    torch.manual_seed(0)
-    module = DeepseekV32Attention(config, 0).double().requires_grad_(False)
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, 1 if parameter.dim() == 1 else 0, 0.1)
-    module.load_state_dict({name: value.bfloat16().double() for name, value in module.state_dict().items()})
-    return module
-
-
-def in_bfloat16(exact: DeepseekV32Attention, kernel: ModuleType) -> DeepseekV32Attention:
-    ours = copy.deepcopy(exact).bfloat16().npu()
-    ours.config = ours.indexer.config = copy.deepcopy(exact.config)
-    ours.config._attn_implementation = "npu_flash_attention"
-    return kernels_ext_npu.kernelize(torch.nn.ModuleDict({"attention": ours}))["attention"]
-
-
-@pytest.mark.parametrize("operators", [True, False])
-def test_chosen_keys_are_no_further_from_float64_than_all(module, chosen, monkeypatch, operators: bool) -> None:
-    """In bfloat16, by operators and in torch, behind 44 keys and all of 48 at once; the same keys are chosen."""
-    kernel = kernels_ext_npu.load("FlashAttention")
-    if not operators:
-        monkeypatch.setattr(import_module(f"{kernel.__name__}.limits"), "CANN", (8, 3))
-    ours = in_bfloat16(module, kernel)
-    x, table = torch.randn(2, 48, 64).bfloat16(), torch.randn(2, 1, 48, 64).bfloat16()
-    causal = torch.ones(48, 48, dtype=torch.bool).tril()[None, None]
-    added = torch.zeros(1, 1, 48, 48, dtype=torch.float64).masked_fill(~causal, -torch.inf)
-
-    def both(each, x: Tensor, table: Tensor, masks) -> list[Tensor]:
-        cache = DynamicCache(config=each.config)
-        at_once = each(x, tuple(table), masks(0, 48))[0]
-        each(x[:, :44], tuple(table[:, :, :44]), masks(0, 44), past_key_values=cache)
-        return [at_once.cpu(), each(x[:, 44:], tuple(table[:, :, 44:]), masks(44, 48), past_key_values=cache)[0].cpu()]
-
-    def described(begin: int, end: int):
-        return kernel.attention_mask(2, end - begin, end, q_offset=begin, device="npu", allow_is_causal_skip=False)
-
-    found: list[Tensor] = []
-    hook = ours.indexer.register_forward_hook(lambda *called: found.append(called[-1].cpu().long()))
-    with torch.no_grad():
-        with Cost() as cost:
-            few = both(ours, x.npu(), table.npu(), described)
-        mine = found.copy()
-        found.clear()
-        for each in (ours, ours.indexer):  # norms and rotations stay: other roundings of theirs choose other keys
-            setattr(each, serving.PLAIN, True)
-        ours.config._attn_implementation = "sdpa"
-        many = both(ours, x.npu(), table.npu(), lambda begin, end: causal[..., begin:end, :end].npu())
-        hook.remove()
-        keys = iter(found)
-        monkeypatch.setattr(module.indexer, "forward", lambda *_, **__: next(keys))
-        truth = both(module, x.double(), table.double(), lambda begin, end: added[..., begin:end, :end])
-    for ours_found, theirs, rows in zip(mine, found, (slice(15, 48), slice(15, 44), slice(0, 4))):
-        assert torch.equal(ours_found[:, rows].sort(-1).values, theirs[:, rows].sort(-1).values)
-    assert 4 in chosen
-    for operator in ("npu_lightning_indexer", "npu_sparse_flash_attention"):
-        assert bool(cost.launches[operator]) == operators
-    for of_chosen, of_all, wanted in zip(few, many, truth):
-        errors = [(each.double() - wanted).norm() for each in (of_chosen, of_all)]
-        assert errors[0] <= errors[1] <= 0.1 * wanted.norm()
 
 
 def test_what_is_restored_computes_all_scores_and_the_report_says_so(chosen) -> None:

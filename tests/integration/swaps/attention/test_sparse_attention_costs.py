@@ -6,6 +6,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from transformers import DeepseekV32Config, DynamicCache
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
@@ -35,9 +36,9 @@ def test_a_layer_of_deepseek_v32_at_32k_tokens(monkeypatch, operators: bool) -> 
         table = torch.zeros(1, TOKENS, config.qk_rope_head_dim, dtype=torch.bfloat16, device="npu")
         cache = DynamicCache(config=config)
 
-        def mask(queries: int, keys: int):
-            offset = keys - queries
-            return kernel.attention_mask(1, queries, keys, q_offset=offset, device="npu", allow_is_causal_skip=False)
+        def mask(queries: int, keys: int, padding: Tensor | None = None):
+            described = {"q_offset": keys - queries, "attention_mask": padding, "device": "npu"}
+            return kernel.attention_mask(1, queries, keys, allow_is_causal_skip=False, **described)
 
         counting = Counting(KnownValues(), SOCS["910b"], None)
         counting.memory.exclude([x, table, *layer.parameters()])
@@ -46,18 +47,40 @@ def test_a_layer_of_deepseek_v32_at_32k_tokens(monkeypatch, operators: bool) -> 
         counts = counting.counts()
         assert counts.waits == 0
         assert counts.peak <= 3e9
-        with Cost() as cost:
-            layer(x[:, :1], (table[:, :1],) * 2, mask(1, TOKENS + 1), past_key_values=cache)
-    weights = sum(parameter.nbytes for parameter in layer.parameters())
-    index_keys, latents_read = TOKENS * 128 * 2, 2048 * 576 * 2
-    moved = cost.bytes.total() - weights - cost.bytes["cat"]  # what a growing cache is made anew of
-    assert moved <= 1.3 * (index_keys + latents_read) or not operators
+        weights = sum(parameter.nbytes for parameter in layer.parameters())
+        index_keys, latents_read = TOKENS * 128 * 2, 2048 * 576 * 2
+        for keys, padding, copied in ((TOKENS + 1, None, 0), (TOKENS + 2, torch.ones(1, TOKENS + 2, device="npu"), 2)):
+            with Cost() as cost:
+                layer(x[:, :1], (table[:, :1],) * 2, mask(1, keys, padding), past_key_values=cache)
+            moved = cost.bytes.total() - weights - cost.bytes["cat"]  # what a growing cache is made anew of
+            assert moved <= 1.3 * (index_keys + latents_read) + copied * index_keys or not operators
 
 
-def fake_attention(config: DeepseekV32Config) -> DeepseekV32Attention:
-    """Make an attention in bfloat16 on the NPU, inside a FakeTensorMode."""
+def test_training_under_autocast_holds_what_grows_with_tokens_alone() -> None:
+    """Weights in float32, as Trainer(bf16=True) has them."""
+    config, kernel, peaks = DeepseekV32Config(), kernels_ext_npu.load("FlashAttention"), []
+    config._attn_implementation = "sdpa"
+    for tokens in (4096, 8192):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            layer = fake_attention(config, torch.float32).train()
+            kernels_ext_npu.kernelize(torch.nn.ModuleDict({"attention": layer}))
+            x = torch.zeros(1, tokens, config.hidden_size, device="npu", requires_grad=True)
+            table = torch.zeros(1, tokens, config.qk_rope_head_dim, device="npu")
+            mask = kernel.attention_mask(1, tokens, tokens, device="npu", allow_is_causal_skip=False)
+            counting = Counting(KnownValues(), SOCS["910b"], None)
+            counting.memory.exclude([x, table, *layer.parameters()])
+            with counting:
+                with torch.autocast("npu", torch.bfloat16):
+                    out = layer(x, (table, table), mask)[0]
+                out.float().sum().backward()
+            peaks.append(counting.counts().peak)
+    assert peaks[1] <= 2 * peaks[0]
+
+
+def fake_attention(config: DeepseekV32Config, dtype: torch.dtype = torch.bfloat16) -> DeepseekV32Attention:
+    """Make an attention on the NPU, inside a FakeTensorMode."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
         with torch.device("npu"):
             return DeepseekV32Attention(config, 0).eval()

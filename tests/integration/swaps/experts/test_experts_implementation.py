@@ -1,6 +1,7 @@
 """``npu_grouped_mm``: who takes it, who keeps what he asked for, and how it ends."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import kernels_ext_npu
 import softnpu
-from tests.support import memory, zoo
+from tests.support import memory, served, zoo
+from tests.support.nearness import assert_near
 
 NAME = "npu_grouped_mm"
 
@@ -24,18 +26,16 @@ def load(folder: Path, **options) -> nn.Module:
 def grouped_products(model: nn.Module) -> int:
     """How many of them a forward launches: two for each experts module that is served."""
     softnpu.reset_counters()
-    with torch.no_grad():
-        model(torch.arange(8, device=model.device)[None])
+    logits(model)
     return softnpu.counters().get("npu_grouped_matmul", 0)
 
 
-def rows(model: nn.Module) -> list[kernels_ext_npu.Row]:
-    return [row for row in kernels_ext_npu.report(model) if row.kind == "experts"]
+rows = partial(served.rows, kind="experts")
 
 
+@torch.no_grad()
 def logits(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.arange(8, device=model.device)[None]).logits.cpu()
+    return model(torch.arange(8, device=model.device)[None]).logits.cpu()
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
@@ -47,8 +47,7 @@ def test_a_model_on_the_npu_takes_it_without_being_asked(registered, checkpoint,
     assert served
     assert all(row.swapped and row.kernel == "MoEExperts" and NAME in row.reason for row in served)
     assert grouped_products(model) == 2 * len(served)
-    expected = logits(zoo.build(name))
-    assert (logits(model) - expected).norm() <= 1e-5 * expected.norm()
+    assert_near(logits(model), logits(zoo.build(name)))
     model.save_pretrained(tmp_path)
     assert NAME not in (tmp_path / "config.json").read_text()
 
@@ -131,7 +130,7 @@ def test_weights_can_be_stored_the_other_way_around(registered, checkpoint, way)
     assert memory.requested("peak") <= before + largest
     weights = [p for name, p in model.named_parameters() if "experts" in name]
     assert all(weight.mT.is_contiguous() for weight in weights)
-    assert (logits(model) - expected).norm() <= 1e-6 * expected.norm()
+    assert_near(logits(model), expected, 1e-6)
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), state.values()))
     model(torch.arange(8, device="npu")[None]).logits.sum().backward()
     assert all(weight.grad.stride() == weight.stride() for weight in weights)

@@ -7,13 +7,13 @@ from functools import partial
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.integrations import hub_kernels
 
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.swaps import functions
 from tests.support import zoo
-from tests.support.rotary_functions import calls, forward, kernelized, modeling
+from tests.support.rotary_functions import calls, forward, modeling
+from tests.support.served import kernelized
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3"])  # decorated by transformers, and not
@@ -83,13 +83,6 @@ def test_what_somebody_else_puts_in_its_place_stays(monkeypatch) -> None:
     kernels_ext_npu.restore(model)
     kernels_ext_npu.unregister()
     assert modeling("phi3").apply_rotary_pos_emb is replacement
-
-
-def test_the_kernels_of_other_devices_stay(registered) -> None:
-    table = hub_kernels.get_kernel_mapping_transformers()
-    kernelized("qwen3")
-    assert type(modeling("qwen3").apply_rotary_pos_emb).kernel_layer_name == "rotary_pos_emb"
-    assert table["rotary_pos_emb"] == hub_kernels._build_kernel_mapping()["rotary_pos_emb"]
 
 
 def test_a_decoder_layer_launches_two_and_nothing_else_for_it(registered) -> None:

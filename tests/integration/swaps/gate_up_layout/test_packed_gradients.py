@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch_npu.optim import NpuFusedAdamW
 
-import kernels_ext_npu
 from tests.support import zoo
+from tests.support.served import kernelized
 
 
 def own_storage(parameter: Tensor) -> None:
@@ -18,13 +18,9 @@ def own_storage(parameter: Tensor) -> None:
 
 def backward(model: nn.Module) -> nn.Module:
     """Make gradients; return the first MLP."""
-    inputs = {key: value.to(next(model.parameters()).device) for key, value in zoo.inputs("llama", model).items()}
+    inputs = zoo.inputs("llama", model)
     model(**inputs, labels=inputs["input_ids"]).loss.backward()
     return model.model.layers[0].mlp
-
-
-def kernelized() -> nn.Module:
-    return kernels_ext_npu.kernelize(zoo.build("llama").to("npu"))
 
 
 def saved(tensor: Tensor) -> int:
@@ -34,7 +30,7 @@ def saved(tensor: Tensor) -> int:
 
 
 def test_both_halves_of_one_product_share_its_storage_until_a_hook_copies_them(registered) -> None:
-    model = kernelized()
+    model = kernelized("llama")
     mlp = backward(model)
     gate, up = mlp.gate_proj.weight.grad, mlp.up_proj.weight.grad
     assert gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
@@ -55,11 +51,11 @@ def test_both_halves_of_one_product_share_its_storage_until_a_hook_copies_them(r
 def test_optimizers_that_combine_storages_step_with_such_a_hook_and_refuse_without(registered) -> None:
     """AdamW's first step divides a gradient by its size, so that errors of float32 count where that is near zero."""
     rate = 1e-3
-    model, original = kernelized(), zoo.build("llama")
+    model, original = kernelized("llama"), zoo.build("llama")
     backward(model)
     with pytest.raises(RuntimeError, match=r"The size of tensor a \(\d+\) must match the size of tensor b"):
         NpuFusedAdamW(model.parameters(), lr=rate).step()
-    model = kernelized()
+    model = kernelized("llama")
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(own_storage)
     for each, optimizer in ((model, NpuFusedAdamW), (original, torch.optim.AdamW)):

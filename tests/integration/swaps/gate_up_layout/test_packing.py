@@ -15,8 +15,9 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu.measuring.costs import Cost
+from tests.support import served
+from tests.support.nearness import assert_near
 
 pytestmark = pytest.mark.usefixtures("registered")
 APART = "two products, since the weights do not lie side by side: kernelize(model) lays them so"
@@ -39,12 +40,7 @@ def kernelized(**options) -> LlamaForCausalLM:
     return kernels_ext_npu.kernelize(llama(**options).to("npu"))
 
 
-def mlps(model: nn.Module) -> list[kernels_ext_npu.Row]:
-    return [row for row in kernels_ext_npu.report(model) if row.kind == "gated MLPs"]
-
-
-def reasons(model: nn.Module) -> set[str | None]:
-    return {row.reason for row in mlps(model)}
+mlps, reasons = partial(served.rows, kind="gated MLPs"), partial(served.reasons, kind="gated MLPs")
 
 
 def assert_own_storages(model: nn.Module) -> None:
@@ -56,8 +52,7 @@ def assert_own_storages(model: nn.Module) -> None:
 def assert_equal_logits(model: nn.Module, original: nn.Module) -> None:
     """1e-6: float32 sums in another order."""
     with torch.no_grad():
-        found, expected = model(IDS.npu()).logits.cpu(), original(IDS).logits
-    assert (found - expected).norm() <= 1e-6 * expected.norm()
+        assert_near(model(IDS.npu()).logits, original(IDS).logits, 1e-6)
 
 
 def trained(model: nn.Module) -> list[torch.Tensor]:
@@ -103,15 +98,6 @@ def test_both_lie_side_by_side_in_storages_of_their_own_and_nothing_is_held_twic
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
 
 
-def test_two_products_and_one_activation_a_layer(npu_counters) -> None:
-    model = kernelized()
-    mlp, x = model.model.layers[0].mlp, torch.randn(2, 3, 32, device="npu")
-    softnpu.reset_counters()
-    with torch.no_grad():
-        mlp(x)
-    assert {k: v for k, v in npu_counters().items() if v} == {"matmul": 2, "npu_swiglu": 1}
-
-
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 def test_gradients_do_not_depend_on_what_the_last_layer_kept(activation) -> None:
     """A second backward through the same graph, and two graphs at once: what was given up is computed again.
@@ -125,7 +111,7 @@ def test_gradients_do_not_depend_on_what_the_last_layer_kept(activation) -> None
         second.backward()
         first.backward()
     for a, b in zip(model.parameters(), original.parameters()):
-        assert (a.grad.cpu() - b.grad).norm() <= 5e-6 * b.grad.norm()
+        assert_near(a.grad, b.grad, 5e-6)
 
 
 @pytest.mark.parametrize("loaded", [True, False], ids=["loaded before", "loaded inside"])
@@ -266,7 +252,7 @@ def test_a_weight_between_forward_and_backward_stays_for_the_backward() -> None:
     loss.backward()
     original(IDS, labels=IDS).loss.backward()
     for a, b in zip(model.parameters(), original.parameters()):
-        assert (a.grad.cpu() - b.grad).norm() <= 5e-6 * b.grad.norm()
+        assert_near(a.grad, b.grad, 5e-6)
 
 
 @pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])

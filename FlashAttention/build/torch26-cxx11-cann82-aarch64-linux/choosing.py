@@ -1,0 +1,162 @@
+"""Indexers of sparse attention: which keys a query attends to, of DeepSeek-V3.2 and others.
+
+The scores of all heads are not made: what is made for some queries at a time takes no more than `BYTES` of
+`chosen_keys`, however many there are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .captures import capturing
+from .chosen_keys import ABSENT, in_budget, mask_of, masked
+from .description import MaskDescription
+from .limits import is_fused_choice, of_one_dtype
+from .options import CAUSAL
+from .packing import Packing
+
+_ALL_KEYS, _UP_TO_ITS_OWN = 0, 3  # sparse modes: the last query stands at the last key
+_FROM_START = CAUSAL._replace(from_start=True)
+
+
+def top_k_keys(
+    query: Tensor, key: Tensor, weights: Tensor, mask: MaskDescription | Tensor, count: int, scale: float = 1.0
+) -> Tensor:
+    """Choose for each query the keys with the highest ``sum_h weights_h · relu(scale · q_h · k)``.
+
+    Scores are in float32. Of equal ones torch.topk chooses, or npu_lightning_indexer where that computes them. Where
+    there are no more keys than are to be chosen, they are all returned in their order; a query that sees fewer gets
+    others with them, which the mask leaves out. Of a prompt the host reads once which tokens are padding, for all
+    layers, unless a graph is captured.
+
+    Args:
+        query: ``[B, S_q, H, D]``.
+        key: ``[B, S_k, D]``.
+        weights: ``[B, S_q, H]``.
+        mask: what ``attention_mask`` returned; or bool, True where a query sees a key, or floating and added to the
+            scores, ``[B or 1, S_q, S_k]`` or with heads before ``S_q``, of which the first one counts.
+        count: how many keys are chosen.
+        scale: a factor above 0 of the products.
+
+    Returns:
+        int32 ``[B, S_q, count]``, or as many as there are keys, with the highest scores first.
+    """
+    keys = key.shape[1]
+    if count >= keys:
+        return torch.arange(keys, dtype=torch.int32, device=key.device).expand(*query.shape[:2], -1)
+    query, key = of_one_dtype(query, key)
+    with torch.autocast(query.device.type, enabled=False):
+        if is_fused_choice(query, key, count):
+            found = _by_operator(query.contiguous(), key.contiguous(), weights.float().contiguous(), mask, count)
+            if found is not None:
+                return found
+        return _of_scores(query, key, weights.float(), mask, count, scale)
+
+
+def _by_operator(
+    query: Tensor, key: Tensor, weights: Tensor, mask: MaskDescription | Tensor, count: int
+) -> Tensor | None:
+    """Choose by ``npu_lightning_indexer``, which is told lengths and no mask; None where lengths are not enough."""
+    batch, queries, keys = *query.shape[:2], key.shape[1]
+    is_described = isinstance(mask, MaskDescription)
+    if is_described and mask.is_causal(queries, keys):
+        found = _operator(query, key, weights, count)
+        return torch.where(found == ABSENT, keys - 1, found)  # of rows that do not see the last key
+    if queries == 1:
+        seen = mask_of(mask, 0, 1, query)[..., :keys].expand(batch, 1, -1).squeeze(1)
+        return _of_one_query(query, key, weights, seen, count) if seen.dtype == torch.bool else None
+    if is_described and (queries, keys) == (mask.queries, mask.keys) and not capturing():
+        packing = mask.plain(batch)
+        if isinstance(packing, Packing) and packing.band == CAUSAL and packing.is_of_itself():
+            return _of_sequences(query, key, weights, packing, count)
+        if isinstance(packing, Packing) and packing.band == _FROM_START:
+            lengths = packing.sequences.lengths()
+            if all(length == queries for length, _ in lengths):
+                return _before_padding(query, key, weights, mask, count, min(kept for _, kept in lengths))
+    return None
+
+
+def _of_one_query(query: Tensor, key: Tensor, weights: Tensor, seen: Tensor, count: int) -> Tensor:
+    """Choose among the keys that one query sees, ``[B, S_k]``, which are copied to stand before all others."""
+    batch, keys = seen.shape
+    order = seen.to(query.dtype).sort(dim=-1, descending=True, stable=True).indices
+    flat = order + torch.arange(batch, device=order.device).unsqueeze(-1) * keys
+    key = key.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, (batch, keys))
+    lengths = seen.sum(-1, dtype=torch.int32)
+    found = _operator(query, key, weights, count, key_lengths=lengths).squeeze(1)
+    found = torch.where(found == ABSENT, keys - 1, found)
+    return order.gather(-1, found.long()).int().unsqueeze(1)
+
+
+def _of_sequences(query: Tensor, key: Tensor, weights: Tensor, packing: Packing, count: int) -> Tensor:
+    """Choose among the keys of a query's own sequence, and up to its own."""
+    batch, keys, _ = key.shape
+    query, key, weights = query.flatten(0, 1), key.flatten(0, 1), weights.flatten(0, 1)
+    places, ends, first = packing.tokens(query.device)
+    if len(places) < batch * keys:
+        query, key, weights = (tensor.index_select(0, places) for tensor in (query, key, weights))
+    found = _operator(query, key, weights, count, "TND", ends, ends)
+    own, first = (places % keys).unsqueeze(-1), (first % keys).unsqueeze(-1)
+    unseen = torch.where(own < keys - 1, keys - 1, first - 1).clamp_(min=0)
+    found = torch.where(found == ABSENT, unseen, found + first).int()
+    if len(places) < batch * keys:
+        found = found.new_zeros(batch * keys, count).index_copy_(0, places, found)
+    return found.unflatten(0, (batch, keys))
+
+
+def _before_padding(
+    query: Tensor, key: Tensor, weights: Tensor, mask: MaskDescription, count: int, first: int
+) -> Tensor:
+    """Choose where padding stands behind tokens, from the place ``first`` on: only padding itself would see it."""
+    keys = key.shape[1]
+    found = _operator(query, key, weights, count)
+    lengths = mask_of(mask, keys - 1, keys, query).squeeze(1).sum(-1, dtype=torch.int32)
+    few = query[:, first:].contiguous(), key, weights[:, first:].contiguous()
+    of_padding = _operator(*few, count, key_lengths=lengths, mode=_ALL_KEYS)
+    is_padding = torch.arange(first, keys, device=query.device) >= lengths.unsqueeze(-1)
+    found = torch.cat((found[:, :first], torch.where(is_padding.unsqueeze(-1), of_padding, found[:, first:])), dim=1)
+    return torch.where(found == ABSENT, keys - 1, found)
+
+
+def _operator(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    count: int,
+    layout: str = "BSND",
+    lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    mode: int = _UP_TO_ITS_OWN,
+) -> Tensor:
+    """Return int32 ``[..., count]``, with `ABSENT` behind the keys that a query sees."""
+    found, _ = torch.ops.npu.npu_lightning_indexer(
+        query,
+        key.unsqueeze(-2),
+        weights,
+        actual_seq_lengths_query=lengths,
+        actual_seq_lengths_key=key_lengths,
+        layout_query=layout,
+        layout_key=layout,
+        sparse_count=count,
+        sparse_mode=mode,
+    )
+    return found.squeeze(-2)
+
+
+def _of_scores(
+    query: Tensor, key: Tensor, weights: Tensor, mask: MaskDescription | Tensor, count: int, scale: float
+) -> Tensor:
+    batch, queries, heads, _ = query.shape
+    keys, turned = key.shape[1], key.float().mT
+    result = torch.empty(batch, queries, count, dtype=torch.int32, device=query.device)
+    for begin, end in in_budget(queries, 4 * batch * heads * keys):
+        seen = mask.reach(end, keys) if isinstance(mask, MaskDescription) else keys
+        scores = query[:, begin:end].flatten(1, 2).float() @ turned[..., :seen]
+        if scale != 1:
+            scores = scores.mul_(scale)
+        scores = weights[:, begin:end].unsqueeze(-2) @ scores.relu_().unflatten(1, (-1, heads))
+        scores = F.pad(scores.squeeze(-2), (0, keys - seen), value=-torch.inf)
+        result[:, begin:end] = masked(scores, mask_of(mask, begin, end, query)[..., :keys]).topk(count).indices
+    return result

@@ -1,0 +1,145 @@
+"""Latent and sparse attention in whole generations: in graphs, assisted, with padding, in continuous batches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, StaticCache
+
+import kernels_ext_npu
+import softnpu
+from kernels_ext_npu.swaps.attention import latents
+from tests.support import zoo
+from tests.support.sparse_models import MODELS, made
+
+pytestmark = pytest.mark.usefixtures("registered")
+LATENT = ["deepseek_v3", "kimi_linear"]
+NEW = 9
+OPTIONS = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+GRAPHS = {"cache_implementation": "static", "compile_config": CompileConfig(backend="NPUGraph")}
+
+
+def both(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A model, and the same with kernels; indexers have so many heads that no two scores are equal."""
+    if name not in LATENT:
+        text = (
+            {"text_config": MODELS[name]["text_config"] | {"index_n_heads": 16}}
+            if "text_config" in MODELS[name]
+            else {}
+        )
+        return made(name, index_n_heads=16, **text)
+    model = zoo.build(name)
+    ours = kernels_ext_npu.kernelize(copy.deepcopy(model).to("npu"))
+    model.set_attn_implementation("eager")
+    return model, ours
+
+
+def prompts() -> dict[str, Tensor]:
+    ids = torch.randint(2, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generated(model: PreTrainedModel, **options: Any) -> list[list[int]]:
+    inputs = {key: value.to(model.device) for key, value in prompts().items()}
+    return model.generate(**inputs, **OPTIONS, **options).tolist()
+
+
+@pytest.fixture
+def steps(monkeypatch) -> list[str]:
+    """Which way each attention took that was computed on latents."""
+    taken: list[str] = []
+    for name in ("attend", "attend_chosen"):
+        method = getattr(latents.Latents, name)
+
+        def noted(self, *args: Any, name: str = name, method: Any = method) -> Tensor:
+            taken.append(name)
+            return method(self, *args)
+
+        monkeypatch.setattr(latents.Latents, name, noted)
+    return taken
+
+
+@pytest.mark.parametrize("name", [*LATENT, *MODELS])
+def test_tokens_in_graphs_are_those_of_the_model_itself(steps, name: str) -> None:
+    """Each token behind the second is one replay, and latents are what it attends to."""
+    model, ours = both(name)
+    expected = generated(model)
+    assert generated(ours) == expected
+    steps.clear()
+    softnpu.reset_counters()
+    assert generated(ours, **GRAPHS) == expected
+    assert softnpu.counters()["graph_replays"] == NEW - 2
+    assert set(steps) == {"attend" if name in LATENT else "attend_chosen"}
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
+def test_a_graph_of_your_own_is_captured_once(name: str) -> None:
+    """One replay a token, with inputs that are copied into those of the graph."""
+    _, ours = both(name)
+    ids = prompts()["input_ids"].npu()
+    found = []
+    for is_captured in (False, True):
+        cache = StaticCache(config=ours.config, max_cache_len=16)
+        with torch.no_grad():
+            ours(ids, past_key_values=cache)
+            token = torch.full((2, 1), 5).npu()
+            ours(token, past_key_values=cache)
+            if is_captured:
+                graph = torch.npu.NPUGraph()
+                with torch.npu.graph(graph):
+                    out = ours(token, past_key_values=cache).logits
+            for value in (7, 8, 9):
+                token.fill_(value)
+                if is_captured:
+                    graph.replay()
+                else:
+                    out = ours(token, past_key_values=cache).logits
+                found.append(out.clone())
+    for eager, replayed in zip(found[:3], found[3:]):
+        assert torch.equal(eager, replayed)
+
+
+def test_operators_of_sparse_attention_are_in_the_graph() -> None:
+    """In bfloat16, of the sizes that they take: tokens of a static cache with padding are those without graphs."""
+    sizes = {"index_head_dim": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    model = made("DeepseekV32ForCausalLM", index_n_heads=16, **sizes)[0].bfloat16()
+    ours = kernels_ext_npu.kernelize(model.to("npu"))
+    ours.set_attn_implementation("sdpa")
+    expected = generated(ours, cache_implementation="static")
+    softnpu.reset_counters()
+    assert generated(ours, **GRAPHS) == expected
+    launched = softnpu.counters(in_graphs=True)
+    for operator in ("npu_lightning_indexer", "npu_sparse_flash_attention"):
+        assert launched[operator] == (NEW - 2) * ours.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM"])
+def test_several_tokens_of_an_assistant_are_those_of_the_model_itself(steps, name: str) -> None:
+    model, ours = both(name)
+    ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7]])
+    expected = model.generate(ids, **OPTIONS).tolist()
+    for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": ours}):
+        steps.clear()
+        assert ours.generate(ids.npu(), **OPTIONS, **options).tolist() == expected
+        assert steps
+
+
+def test_continuous_batches_of_latent_attention_are_refused_as_long_as_transformers_fails() -> None:
+    model, ours = both("deepseek_v3")
+    settings = {"generation_config": GenerationConfig(max_new_tokens=2, eos_token_id=-1, pad_token_id=0)}
+    settings["continuous_batching_config"] = ContinuousBatchingConfig(page_size=16, num_blocks=32, max_batch_tokens=48)
+    with pytest.raises(ValueError, match=r"for heads of 8 numbers, .* has keys of 24 and values of 16\. Use generate"):
+        ours.generate_batch([[4, 5, 6]], progress_bar=False, **settings)
+    _, sparse = both("DeepseekV32ForCausalLM")
+    with pytest.raises(ValueError, match=r"pages of deepseek_v32 .* and values of 16"):
+        sparse.generate_batch([[4, 5, 6]], progress_bar=False, **settings)
+    kernels_ext_npu.unregister()
+    model.set_attn_implementation("sdpa")
+    (outputs,) = model.generate_batch([[4, 5, 6]], progress_bar=False, **settings).values()
+    assert "same slice shapes" in outputs.error

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kernels_ext_npu import catalogue
 from kernels_ext_npu.catalogue import (
     CATALOGUE,
     COMPRESSORS,
@@ -26,7 +25,7 @@ from kernels_ext_npu.catalogue import (
     TABLES,
     Kind,
 )
-from kernels_ext_npu.distribution import sources
+from tests.integration.distribution.test_bundle_hub import publish
 from tests.localhub import LocalHub
 from tests.support import zoo
 
@@ -56,25 +55,13 @@ ELSEWHERE = {
     "kernels-ext-npu doctor": "tests/integration/doctor runs it",
     "pip install": "makes the environment of the tests; tests/test_packaging.py installs the package",
 }
-PUBLISH = """
-import sys
-from collections.abc import Sequence
-from huggingface_hub import HfApi
-api, root = HfApi(), sys.argv[1]
-for name in sys.argv[2:]:
-    repository = "kernels-ext-npu/" + name
-    api.create_repo(repository, repo_type="kernel")
-    api.create_branch(repository, repo_type="kernel", branch="v1")
-    options = dict(repo_type="kernel", revision="v1", allow_patterns="build/**", ignore_patterns="**/__pycache__/**")
-    api.upload_folder(repo_id=repository, folder_path=f"{root}/{name}", **options)
-"""
 
 
 @pytest.fixture
 def shell(run_python, run_forked, localhub: LocalHub, tmp_path: Path) -> Callable[[str], object]:
     """Runs a line as on a machine with the package, where the Hub is one on loopback that has the kernels."""
     environment = localhub.environment(tmp_path / "home") | {"HF_HUB_DISABLE_XET": "1"}
-    run_python(PUBLISH, str(sources.root("bundled")), *catalogue.REPOSITORIES, **environment)
+    publish(localhub, "card", variants="*")
     (tmp_path / "script.py").write_text("import torch; print(torch.ones(2, device='npu').sum().item())")
 
     def run(line: str) -> object:

@@ -27,7 +27,7 @@ class Fault:
 
     Requests count from when the fault is added. `path` is a pattern of fnmatch over the decoded path. Kinds:
 
-    - refuse: reset the connection and do nothing; for `seconds` from then nobody listens and every connection is reset.
+    - refuse: reset the connection and do nothing.
     - delay: do as asked, `seconds` late.
     - cut: close the connection before the request takes effect.
     - lose: let the request take effect, then close the connection without an answer.
@@ -105,8 +105,8 @@ class Faults:
 class FaultyApp:
     """Log the requests of another ASGI application, and let those fail that are planned to."""
 
-    def __init__(self, app: Callable, faults: Faults, refuse: Callable[[float], None]) -> None:
-        self.app, self.faults, self.refuse = app, faults, refuse
+    def __init__(self, app: Callable, faults: Faults) -> None:
+        self.app, self.faults = app, faults
 
     async def __call__(self, scope: dict, receive: Callable, send: Callable) -> None:
         if scope["path"].startswith(REGISTRY):
@@ -131,8 +131,6 @@ class FaultyApp:
             await self.app(scope, receive, answer)
         elif fault.kind == "refuse":
             await self.read(receive)
-            if fault.seconds:
-                self.refuse(fault.seconds)
             await self.disconnect(transport, receive, reset=True)
         elif fault.kind == "cut":
             await self.read(receive)

@@ -1,4 +1,4 @@
-"""Run the server: a thread of its own, a port that stays the same, and a listener that can go away."""
+"""Run the server in a thread of its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def with_transport(app: Callable, transport: asyncio.Transport, scope: dic
 
 
 class LocalHub:
-    """Serve a Hub at `url`; a context manager, or `start` and `stop`.
+    """Serve a Hub at `url`; a context manager.
 
     `settings`, `store`, `faults` and `requests`, the log, may be used while it runs.
     """
@@ -42,38 +42,30 @@ class LocalHub:
         self.settings = Settings()
         self.store = Store()
         self.faults = Faults()
-        app = FaultyApp(create_app(Hub(self.store, self.settings, self.faults)), self.faults, self._go_away)
-        self._config = uvicorn.Config(app, http=Protocol, ws="none", lifespan="off", log_config=None, log_level="error")
-        self._address = "127.0.0.1", 0
-
-    @property
-    def url(self) -> str:
-        return f"http://{self._address[0]}:{self._address[1]}"
+        app = FaultyApp(create_app(Hub(self.store, self.settings, self.faults)), self.faults)
+        config = uvicorn.Config(app, http=Protocol, ws="none", lifespan="off", log_config=None, log_level="error")
+        self._server = uvicorn.Server(config)
 
     @property
     def requests(self) -> list[LoggedRequest]:
         return self.faults.requests
 
     def __enter__(self) -> LocalHub:
-        return self.start()
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
-
-    def start(self) -> LocalHub:
-        # bound but not listening: nobody else gets the port while nobody listens
-        self._reserved = self._bound()
-        self._address = self._reserved.getsockname()
+        # with the protocol named: only then asyncio sends small answers at once, 40 ms earlier
+        self._listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._listener.bind(("127.0.0.1", 0))
+        self._listener.listen()
+        self.url = "http://{}:{}".format(*self._listener.getsockname())
         running = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(running,), name="localhub", daemon=True)
         self._thread.start()
         running.wait()
         return self
 
-    def stop(self) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._loop.call_soon_threadsafe(self._stop)
         self._thread.join()
-        self._reserved.close()
+        self._listener.close()
 
     def environment(self, home: Path) -> dict[str, str]:
         """Return the environment of processes whose Hub this is: with a token, and with their caches in `home`."""
@@ -102,36 +94,12 @@ class LocalHub:
             asyncio.run(self._serve(running))
 
     async def _serve(self, running: threading.Event) -> None:
-        self._loop, self._task, self._away_until = asyncio.get_running_loop(), asyncio.current_task(), 0.0
-        while True:
-            self._server = uvicorn.Server(self._config)
-            listener = self._bound()
-            listener.listen()
-            running.set()
-            await self._server.serve(sockets=[listener])
-            await asyncio.sleep(self._away_until - self._loop.time())
-
-    def _go_away(self, seconds: float) -> None:
-        """Let nobody listen for that time, and cut all connections."""
-        self._away_until = self._loop.time() + seconds
-        self._close()
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        running.set()
+        await self._server.serve(sockets=[self._listener])
 
     def _stop(self) -> None:
         assert self._task is not None
-        self._close()
-        self._task.cancel()
-
-    def _close(self) -> None:
-        for listening in getattr(self._server, "servers", []):
-            listening.close()
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
-        self._server.should_exit = self._server.force_exit = True
-
-    def _bound(self) -> socket.socket:
-        # with the protocol named: only then asyncio sends small answers at once, 40 ms earlier
-        bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        bound.bind(self._address)
-        return bound
+        self._task.cancel()

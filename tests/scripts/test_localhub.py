@@ -1,8 +1,5 @@
 """The Hub of the tests: the real clients find in it what they expect of the Hub, and each fault does what it says."""
 
-import contextlib
-import http.client
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -169,37 +166,7 @@ def test_a_conflict_at_creation_is_one_that_passes(localhub: LocalHub, client: C
     assert [request.status for request in localhub.requests[-2:]] == [409, 200]
 
 
-def test_a_delay_is_only_late(localhub: LocalHub, client: Client) -> None:
-    localhub.faults.add("delay", **COMMIT, seconds=0.3)
-    start = time.monotonic()
-    client.commit({"a.py": b"1"})
-    assert time.monotonic() - start >= 0.3
-    assert client.paths() == [".gitattributes", "a.py"]
-
-
-def test_for_a_while_nobody_listens(localhub: LocalHub, client: Client) -> None:
-    localhub.faults.add("refuse", path="*/refs", seconds=0.2)
-    with pytest.raises(LOST):
-        client.list_repo_refs()
-    with pytest.raises(httpx2.ConnectError):
-        client.list_repo_refs()
-    while True:
-        with contextlib.suppress(httpx2.ConnectError):
-            assert len(client.list_repo_refs().branches) == 1
-            break
-
-
-def test_a_server_that_is_away_can_be_stopped() -> None:
-    away, start = 60, time.monotonic()
-    with LocalHub() as hub:
-        hub.faults.add("refuse", seconds=away)
-        connection = http.client.HTTPConnection(hub.url.removeprefix("http://"))
-        connection.request("GET", "/api/whoami-v2")
-        with pytest.raises(ConnectionResetError):
-            connection.getresponse()
-    assert time.monotonic() - start < away
-
-
+@pytest.mark.usefixtures("online")
 def test_the_client_repeats_what_it_may_and_a_download_that_was_cut(localhub, client, tmp_path: Path) -> None:
     content = bytes(range(256)) * 10
     client.commit({"a.bin": content})

@@ -1,6 +1,7 @@
 """Lists classes and rotary functions of all modeling files of transformers whose requirements are installed."""
 
 import ast
+import gc
 import importlib
 import inspect
 import logging
@@ -73,16 +74,21 @@ def module_classes() -> Iterator[type[nn.Module]]:
 def modeling_files() -> tuple[ModuleType, ...]:
     """Import the modeling files of transformers whose requirements are installed, without what packages complain of.
 
-    And without docstrings that transformers would write while they are imported: a third of the time.
+    And without docstrings that transformers would write while they are imported, a third of the time, and without
+    looking for garbage, then or later, in what they define.
     """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
+    gc.collect()
+    gc.disable()
     try:
         with warnings.catch_warnings(), mock.patch.object(transformers.utils, "auto_docstring", _undocumented):
             warnings.simplefilter("ignore")
             loaded = [survey.load(file) for folder in survey.all_folders() for file in folder.files]
     finally:
         logging.disable(before)
+        gc.freeze()
+        gc.enable()
     return tuple(module for module in loaded if isinstance(module, ModuleType))
 
 

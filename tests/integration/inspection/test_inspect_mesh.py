@@ -14,6 +14,7 @@ from tests.support.sizes import sizes
 LAYERS, HIDDEN, HEADS, KEYS, WIDTH, EXPERTS, ROUTED, INNER, VOCABULARY = 5, 64, 8, 4, 16, 16, 2, 32, 128
 SIZES = sizes(HIDDEN, 96, heads=HEADS, keys=KEYS, width=WIDTH, layers=LAYERS, words=VOCABULARY)
 EXPERT_SIZES = {"num_experts": EXPERTS, "num_experts_per_tok": ROUTED, "moe_intermediate_size": INNER}
+FEW = 2  # layers, where it does not matter how many there are
 TOKENS = 64
 
 
@@ -76,32 +77,33 @@ def test_rows_that_ranks_share_gather_keys_and_scatter_their_gradients_or_exchan
 
     Queries, keys, values and results of a part, and as many bytes for their gradients.
     """
-    sizes = SIZES | {"num_key_value_heads": keys}
+    sizes = SIZES | {"num_key_value_heads": keys, "num_hidden_layers": FEW}
     AutoConfig.for_model("mistral", **sizes, sliding_window=window).save_pretrained(tmp_path)
     found = report("inspect", tmp_path, "--cp", 4, "--tokens", TOKENS)
     assert found["mesh"]["ranks"] == found["mesh"]["fsdp"] == 4
     phases = {phase: sent(found["variants"][-1][phase]) for phase in ("forward", "step")}
     of_cp = {phase: {key[0]: of for key, of in each.items() if key[1] == "cp"} for phase, each in phases.items()}
     if sent_tokens:
-        gathered = 2 * LAYERS, 2 * LAYERS * 2 * sent_tokens * keys * WIDTH
+        gathered = 2 * FEW, 2 * FEW * 2 * sent_tokens * keys * WIDTH
         expected = {"all_gather": gathered}, {"all_gather": gathered, "reduce_scatter": gathered}
     else:
-        number, size = 4 * LAYERS, LAYERS * 2 * TOKENS // 4 * 2 * (HEADS + keys) * WIDTH
+        number, size = 4 * FEW, FEW * 2 * TOKENS // 4 * 2 * (HEADS + keys) * WIDTH
         expected = {"all_to_all": (number, size)}, {"all_to_all": (2 * number, 2 * size)}
     assert (of_cp["forward"], of_cp["step"]) == expected
 
 
-def test_packed_attention_multiplies_within_sequences(moe: Path) -> None:
+def test_packed_attention_multiplies_within_sequences(tmp_path: Path) -> None:
     """A part of rows in two blocks has the products of its share of a row, whichever keys its blocks see."""
+    AutoConfig.for_model("qwen3", **SIZES | {"num_hidden_layers": FEW}).save_pretrained(tmp_path)
     flops = {}
     for ranks in (1, 4):
-        found = report("inspect", moe, "--cp", ranks, "--tokens", TOKENS)
+        found = report("inspect", tmp_path, "--cp", ranks, "--tokens", TOKENS)
         operators = found["variants"][-1]["step"]["operators"]
         flops[ranks] = sum(cost["flops"] for name, cost in operators.items() if "fusion_attention" in name)
     pairs = TOKENS * (TOKENS + 1) / 2
-    assert flops[1] == LAYERS * HEADS * pairs * 14 * WIDTH
+    assert flops[1] == FEW * HEADS * pairs * 14 * WIDTH
     # blocks of eight: the first sees its own triangle, the last one 56 keys before its own
-    assert flops[4] == LAYERS * HEADS * (36 + 36 + 8 * 56) * 14 * WIDTH
+    assert flops[4] == FEW * HEADS * (36 + 36 + 8 * 56) * 14 * WIDTH
 
 
 def test_the_tables_fit_a_terminal_and_say_what_was_assumed(moe: Path) -> None:
@@ -176,7 +178,7 @@ def test_sizes_that_do_not_go_together_are_refused_in_a_sentence(
 
 def test_a_plan_that_reaches_little_is_remarked(tmp_path: Path) -> None:
     """transformers 5.22 shards the head of gpt-oss, and nothing else."""
-    AutoConfig.for_model("gpt_oss", **SIZES, num_local_experts=4).save_pretrained(tmp_path)
+    AutoConfig.for_model("gpt_oss", **SIZES | {"num_hidden_layers": FEW}, num_local_experts=4).save_pretrained(tmp_path)
     output = said("inspect", tmp_path, "--tp", 2, "--tokens", TOKENS)
     assert "plan of tensor parallelism shards" in output
     assert "lm_head" in output

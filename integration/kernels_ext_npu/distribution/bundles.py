@@ -202,16 +202,10 @@ def put_into_cache(repositories: list[KernelRepository], cache: Path) -> list[Pl
 
 
 def _place(repository: KernelRepository, cache: Path) -> Place:
-    home = cache / _folder_name(repository, "kernel")
+    home = cache / f"kernels--{ORGANISATION}--{repository.name}"
     ref = home / "refs" / f"v{repository.version}"
     before = ref.read_text().strip() if ref.is_file() else None
     return Place(repository, home, home / "snapshots" / repository.commit, ref, before)
-
-
-def _folder_name(repository: KernelRepository, kind: str) -> str:
-    from huggingface_hub.file_download import repo_folder_name
-
-    return repo_folder_name(repo_id=f"{ORGANISATION}/{repository.name}", repo_type=kind)
 
 
 def _differences(place: Place) -> Iterator[str]:
@@ -227,7 +221,7 @@ def _differences(place: Place) -> Iterator[str]:
 
 def _hidden(place: Place, cache: Path) -> Iterator[str]:
     """Find what an old release has left in the cache as a model, which `kernels` prefers."""
-    ref = cache / _folder_name(place.repository, "model") / "refs" / place.ref.name
+    ref = cache / f"models--{ORGANISATION}--{place.repository.name}" / "refs" / place.ref.name
     if ref.is_file() and ref.read_text().strip() != place.repository.commit:
         yield f"{ref} would be taken in place of what is installed: remove {ref.parent.parent}, left by an old kernels"
 

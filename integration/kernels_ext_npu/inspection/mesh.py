@@ -172,8 +172,7 @@ def _shard(model: PreTrainedModel, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     manager: Any
     try:
         wanted = DistributedConfig(tp_size=mesh.tp, ep_size=mesh.ep, fsdp_size=mesh.fsdp)
-        config, _, made = type(model).prepare_distribute_model(wanted)
-        manager: Any = made
+        config, _, manager = type(model).prepare_distribute_model(wanted)
         type(model).maybe_distribute_model(model, config, manager)
     except Exception as error:  # sizes or a plan that transformers refuses
         raise CannotInspectError(f"transformers does not shard it for {mesh}: {first_line(error)}") from error

@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
 from kernels_ext_npu.binding import registration
+from kernels_ext_npu.matching.decorated import cells
 from kernels_ext_npu.swaps.attention.shared_sequences import Exchange, Gather, Range, Split
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
@@ -141,7 +142,7 @@ def current(in_any_order: bool = False) -> Split:
     from torch.distributed.tensor.experimental import _attention  # tensor is no import of a process without a group
 
     function: Any = F.scaled_dot_product_attention  # torch's, in the closure of which there is the mesh
-    mesh = dict(zip(function.__code__.co_freevars, function.__closure__))["device_mesh"].cell_contents
+    mesh: Any = cells(function)["device_mesh"]
     is_balanced = _attention._cp_options.enable_load_balance and not in_any_order
     return Split(mesh.get_group(), mesh.get_local_rank(), mesh.size(), is_balanced)
 

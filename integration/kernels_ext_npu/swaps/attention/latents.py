@@ -11,7 +11,6 @@ the weight of `kv_b_proj` ``[N * (D + D_v), R]``.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from kernels_ext_npu.binding.patches import Patches
+from kernels_ext_npu.matching.decorated import cells
 from kernels_ext_npu.matching.fingerprint import function_fingerprint
 from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swaps.attention import indexers, serving
@@ -226,7 +226,7 @@ def _is_of_columns(forward: Any) -> bool:
     """Tell whether the forward of an instance is what ColwiseParallel of transformers puts around that of its class."""
     if (getattr(forward, "__module__", None), getattr(forward, "__qualname__", None)) != _OF_STYLES:
         return False
-    held = inspect.getclosurevars(forward).nonlocals
+    held: dict[str, Any] = cells(forward)
     style, inside = held["self"], held["original_forward"]
     return (
         type(style).__name__ == "ColwiseParallel"

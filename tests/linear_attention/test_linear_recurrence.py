@@ -10,7 +10,7 @@ from torch import Tensor
 
 import softnpu
 from kernels_ext_npu.patterns.linear_attention.gated_recurrence import RecurrentGemmaRglru
-from tests.support.agreement import TOLERANCE
+from tests.support.nearness import TOLERANCE
 
 # a rounding of float32 for every step that a state lives through, which decays of up to 1 let be many
 ROUNDINGS = 100 * 2.0**-24

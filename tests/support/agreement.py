@@ -8,8 +8,6 @@ import kernels_ext_npu
 from kernels_ext_npu.catalogue import ATTENTION
 from tests.support import attention_types, nearness, zoo
 
-TOLERANCE = nearness.TOLERANCE
-
 
 def assert_agrees(name: str, model: PreTrainedModel) -> float:
     """Compare a model of the zoo that is on the NPU with the same model on the CPU; returns the largest difference.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests.support.agreement import TOLERANCE
+from tests.support.nearness import TOLERANCE
 from tests.support.programs.side import Side
 
 # Of a norm, relative. float32: tests/support/nearness.py. Below it every product and sum on the way is rounded, on

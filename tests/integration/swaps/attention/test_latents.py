@@ -18,9 +18,9 @@ import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.swaps.attention import latents
 from tests.support import zoo
-from tests.support.agreement import TOLERANCE
 from tests.support.counted import counted
 from tests.support.decoding_steps import KEYS, PROMPT, steps
+from tests.support.nearness import TOLERANCE
 
 pytestmark = pytest.mark.usefixtures("registered")
 # of the 16 those whose language models are made of small sizes alone

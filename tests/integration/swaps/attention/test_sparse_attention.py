@@ -18,9 +18,9 @@ from kernels_ext_npu.catalogue import INDEXERS
 from kernels_ext_npu.matching.indexer_scan import chooser, hands_on_indices
 from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.swaps.attention import indexers
-from tests.support.agreement import TOLERANCE
 from tests.support.counted import counted
 from tests.support.decoding_steps import KEYS, steps
+from tests.support.nearness import TOLERANCE
 from tests.support.sparse_models import MODELS, made
 
 pytestmark = pytest.mark.usefixtures("registered")

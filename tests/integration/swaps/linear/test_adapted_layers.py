@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kernels_ext_npu
 from kernels_ext_npu.measuring.costs import Cost
-from tests.support.agreement import TOLERANCE
+from tests.support.nearness import TOLERANCE
 
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj"]
 TOGETHER = "one node with q_proj, k_proj, v_proj"

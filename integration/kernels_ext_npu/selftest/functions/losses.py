@@ -38,7 +38,7 @@ def _jsd(hidden_states: Tensor, weight: Tensor, bias: Tensor, teacher: Tensor, t
 
 
 def _halved(draw: Arguments) -> Arguments:
-    """Draw logits that are no larger than those of trained heads: where they are, a gradient is mostly rounding."""
+    """Draw smaller logits: of larger ones a gradient is mostly rounding, that of the formula in torch, too."""
     return lambda: tuple(tensor / 2 for tensor in draw())
 
 

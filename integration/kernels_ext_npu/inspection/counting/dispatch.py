@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def _split(tensor: Tensor, groups: int, dim: int) -> Any:
     return tensor.split([size + (group < larger) for group in range(groups)], dim)
 
 
-Axes = Mapping[str, tuple[str, ...]]
+Axes = defaultdict[str, tuple[str, ...]]
 
 
 class Counting(Cost):
@@ -78,7 +79,7 @@ class Counting(Cost):
         super().__init__()
         self.values, self.soc, self.memory = values, soc, Memory()
         self._counts = Counts(self.launches, self.bytes)
-        self._axes = axes or {}
+        self._axes = Axes(tuple) if axes is None else axes
         self._before = values.waits, values.copies_in
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
@@ -127,7 +128,7 @@ class Counting(Cost):
         if name is None:
             return
         group = collectives.group(operator, args, kwargs)
-        key = Collective(name, collectives.axis(name, self._axes.get(group.group_name, ())), group.size())
+        key = Collective(name, collectives.axis(name, self._axes[group.group_name]), group.size())
         self._counts.calls[key] += 1
         # what is reduced, gathered, scattered or exchanged as a whole: the larger side of it
         self._counts.messages[key] += max(bytes_of(value) for value in (*args, *kwargs.values(), result))

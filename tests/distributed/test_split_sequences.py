@@ -122,6 +122,11 @@ def test_eight_devices_of_which_four_neighbours_share_four_key_heads(eight_ranks
         assert_equal(found, truths["Qwen3, groups"])
 
 
+def test_groups_of_neighbours_do_not_wait_for_devices_that_have_other_rows(eight_ranks) -> None:
+    found = eight_ranks.run(splitting.groups_of_neighbours, seconds=20)
+    assert found == [None] * 4 + [([4, 5], [4, 6]), ([4, 5], [5, 7]), ([6, 7], [4, 6]), ([6, 7], [5, 7])]
+
+
 def test_devices_that_are_more_than_heads_of_a_recurrence_are_refused(eight_ranks, checkpoints) -> None:
     for error in eight_ranks.run(splitting.error_of_step, "torch", checkpoints["Kimi Linear"], None, padding=4):
         assert "8 devices, which cannot share 4 heads of a recurrence: let a divisor of these share a sequence" in error

@@ -112,8 +112,8 @@ def _unread(name: str, args: tuple, kwargs: dict, given: list[torch.Tensor]) -> 
         return 0 if any(table.requires_grad for table in args[2:4]) else bytes_of(args[1:2]) + bytes_of(given[1:])
     if name == "_grouped_mm" and args[0].dim() != args[1].dim():
         weight, rows = (args[1], len(args[0])) if args[1].dim() == 3 else (args[0], args[1].shape[1])
-    elif name == "npu_grouped_matmul" and len(args[1]) == 1 and args[1][0].dim() == 3:
-        weight, rows = args[1][0], sum(map(len, args[0]))
+    elif name == "npu_grouped_matmul" and (len(args[1]) > 1 or args[1][0].dim() == 3):
+        weight, rows = args[1] if len(args[1]) > 1 else args[1][0], sum(map(len, args[0]))
     else:
         return 0
     return max(0, len(weight) - rows) * bytes_of(weight[0])

@@ -68,10 +68,11 @@ def what_runs(operator: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tup
     Where torch_npu has no product by groups, a loop of products runs in its place: ``_grouped_mm_fallback`` of
     ATen/native/GroupedMMUtils.h. The host waits once before it, for the sizes of the groups.
     """
-    ends = args[2] if len(args) > 2 else kwargs.get("offs")
-    is_loop = operator is torch.ops.aten._grouped_mm.default and ends is not None
-    if is_loop and not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", "PrivateUse1"):
-        return "mm", ends.numel()
+    if operator is torch.ops.aten._grouped_mm.default:
+        ends = args[2] if len(args) > 2 else kwargs.get("offs")
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", "PrivateUse1")
+        if ends is not None and not has_kernel:
+            return "mm", ends.numel()
     return operator._schema.name.partition("::")[2], 1
 
 

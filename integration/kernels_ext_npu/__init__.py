@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from kernels_ext_npu.lifecycle.kernelize import kernelize, restore
     from kernels_ext_npu.lifecycle.register import register, unregister
     from kernels_ext_npu.reporting.report import Report, report
-    from kernels_ext_npu.swaps.experts.transposing import transpose_experts
     from kernels_ext_npu.swaps.protocol import Row
 
 __version__ = "0.1.0"
@@ -27,7 +26,6 @@ __all__ = [
     "register",
     "report",
     "restore",
-    "transpose_experts",
     "unregister",
 ]
 
@@ -41,7 +39,6 @@ _MODULES = {
     "register": "lifecycle.register",
     "report": "reporting.report",
     "restore": "lifecycle.kernelize",
-    "transpose_experts": "swaps.experts.transposing",
     "unregister": "lifecycle.register",
 }
 

@@ -22,7 +22,6 @@ OTHERS = {
     "blocks",
     "gates",
     "layers",
-    "layout",
     "packing",
     "reads_chosen_in_place",
 }

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import softnpu
 from kernels_ext_npu.benchmarking import call_costs, recorded_calls, results_layout, shrunk_models
 from kernels_ext_npu.benchmarking.measured_calls import Result
+from kernels_ext_npu.machine.privacy import report_text
 from kernels_ext_npu.model_configs import PUBLISHED
 from tests.support.benchmark_runs import EXPERTS, SMALL, refusal, run, write_config
 
@@ -104,9 +105,8 @@ def test_a_line_has_the_figures_of_all_who_computed_it() -> None:
 def test_what_was_refused_says_why_and_names_nobody(monkeypatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijkl")
     said = f"raised OSError: {Path.home()}/models/own.so with hf_abcdefghijkl"
-    written = results_layout.report(
-        {"method": "by a clock"}, [result("transformers", median_ms=2.0), result("kernels-ext-npu", said)]
-    )
+    results = [result("transformers", median_ms=2.0), result("kernels-ext-npu", said)]
+    written = report_text({"method": "by a clock"}, results_layout.report_lines(results))
     assert json.loads(written)["results"][0]["kernels-ext-npu"] == {"refused": "raised OSError: …/own.so with ***"}
     assert "models" not in written
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kernels_ext_npu.lifecycle.kernelize import kernelize, restore
     from kernels_ext_npu.lifecycle.register import register, unregister
     from kernels_ext_npu.reporting.report import Report, report
+    from kernels_ext_npu.swaps.experts.transposing import transpose_experts
     from kernels_ext_npu.swaps.protocol import Row
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "register",
     "report",
     "restore",
+    "transpose_experts",
     "unregister",
 ]
 
@@ -39,6 +41,7 @@ _MODULES = {
     "register": "lifecycle.register",
     "report": "reporting.report",
     "restore": "lifecycle.kernelize",
+    "transpose_experts": "swaps.experts.transposing",
     "unregister": "lifecycle.register",
 }
 

@@ -276,13 +276,20 @@ def test_weights_may_lie_the_other_way_around(kernel, transposed) -> None:
     case = Case(4, 16, 2, 32, 32, transposed=transposed)
     expected = case.found(kernel, kernel.SWIGLU)
     values = [case.gate_up, case.down]
-    parameters = [nn.Parameter((v if transposed else v.mT).mT.contiguous().npu().mT) for v in values]
+    parameters = [nn.Parameter((v if transposed else v.mT).contiguous().npu()) for v in values]
+    for parameter in parameters:
+        values = parameter.detach().clone()
+        kernel.layout.store_transposed(parameter)
+        assert parameter.mT.is_contiguous()
+        assert torch.equal(parameter, values)
     y = kernel.fused_experts(case.x.npu(), case.index.npu(), case.weights.npu(), *parameters, is_transposed=transposed)
     y.backward(case.grad.npu())
     agree([y], [expected[0].cpu().double()])
     for parameter, gradient in zip(parameters, expected[2:4]):
         assert parameter.grad.stride() == parameter.stride()
         agree([parameter.grad if transposed else parameter.grad.mT], [gradient.cpu().double()])
+        kernel.layout.store_contiguous(parameter)
+        assert parameter.is_contiguous()
 
 
 @pytest.mark.parametrize(("gate", "partial"), [("swiglu", True), ("clipped", False), ("own", True)])

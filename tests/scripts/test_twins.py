@@ -93,7 +93,7 @@ def texts(found: list[Definition]) -> dict[str, list[str]]:
 
 def test_what_has_one_name_in_several_repositories_is_the_same() -> None:
     found = shared(definitions())
-    assert {"_Layer", "_needs_grad"} <= found.keys()
+    assert {"_Layer", "_needs_grad", "immovable"} <= found.keys()
     by_name = {name: texts(all_of) for name, all_of in found.items()}
     differing = {name: list(files.values()) for name, files in by_name.items() if len(files) > 1}
     assert differing.keys() == DIFFERENT.keys(), f"make them the same, or say in DIFFERENT why not: {differing}"

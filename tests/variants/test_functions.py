@@ -22,6 +22,7 @@ OTHERS = {
     "blocks",
     "gates",
     "layers",
+    "layout",
     "packing",
     "reads_chosen_in_place",
 }

@@ -1,7 +1,7 @@
 """Whose a forward is: ours, and of which layer or mechanism, or that of another kernel that `kernels` has loaded.
 
 Forwards of ours are marked. Nothing else reaches into a loaded package. ``swiglu`` exports `packing`; ``fused_moe``
-exports `blocks` and `gates`.
+exports `blocks`, `gates` and `layout`.
 """
 
 from __future__ import annotations

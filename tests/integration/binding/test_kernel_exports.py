@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
         ("SwiGLU", "packing", {"pack", "obstacle", "separate", "projections", "meet"}),
         ("SwiGLU", "alignment", {"unaligned"}),
         ("FusedMoE", "gates", {"Gate", "activation_of", "forget"}),
+        ("FusedMoE", "layout", {"store_transposed", "store_contiguous", "immovable"}),
         ("FusedMoE", "blocks", {"unfit"}),
     ],
 )

@@ -23,7 +23,7 @@ def test_a_forgotten_device_map_is_explained(registered, checkpoint) -> None:
     assert all(row.swapped for row in kernels_ext_npu.report(moved))
 
 
-@pytest.mark.parametrize("function", ["kernelize", "report", "restore"])
+@pytest.mark.parametrize("function", ["kernelize", "report", "restore", "transpose_experts"])
 def test_the_name_of_a_model_is_not_taken_for_one(function: str) -> None:
     sentence = rf"{function}: 'Qwen/Qwen3-8B' is a str, and a loaded model is needed: .*from_pretrained"
     with pytest.raises(TypeError, match=sentence):

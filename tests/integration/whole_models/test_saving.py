@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers.utils.hub
-from safetensors.torch import load_file
+from safetensors.torch import load_file, load_model, save_file, save_model
 from transformers import Trainer, TrainingArguments
 
 import kernels_ext_npu
@@ -86,11 +86,13 @@ def test_it_saves_and_loads_what_it_does_without_kernels(tmp_path: Path, way: st
     assert all(value.data_ptr() == held[name].data_ptr() for name, value in live.state_dict().items())
 
 
-def test_models_with_kernels_are_packed() -> None:
+def test_models_with_kernels_are_packed_and_transposed() -> None:
     """What the other tests are about."""
     mlp = models.make("dense", device="npu", kernels=True).model.layers[0].mlp
     gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
     assert gate.data_ptr() + gate.nbytes == up.data_ptr()
+    experts = models.make("experts", device="npu", kernels=True).model.layers[0].mlp.experts
+    assert all(weight.mT.is_contiguous() and not weight.is_contiguous() for weight in experts.parameters())
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
@@ -183,6 +185,24 @@ def test_what_is_pushed_is_what_is_pulled(client, localhub, monkeypatch, tmp_pat
     model.push_to_hub("somebody/model", token=TOKEN, max_shard_size="20KB")
     loaded = type(model).from_pretrained("somebody/model", token=TOKEN, cache_dir=tmp_path / "cache")
     assert_equal(models.weights(loaded), models.weights(model))
+
+
+def test_transposed_experts_under_two_names_are_refused_or_saved_once_as_ever(tmp_path: Path) -> None:
+    model = models.make("experts", device="npu", kernels=True)
+    model.again = model.model.layers[0].mlp.experts
+    with pytest.raises(RuntimeError, match="share memory"):
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+    save_model(model, str(tmp_path / "model.safetensors"))
+    (tmp_path / "hub").mkdir()
+    huggingface_hub.save_torch_model(model, tmp_path / "hub")
+    accelerate.Accelerator().save_model(model, tmp_path / "accelerate")
+    for path in tmp_path.rglob("*.safetensors"):
+        kept = [name for name in load_file(path) if name.endswith("down_proj")]
+        assert len(kept) == 1, path
+    fresh = models.make("experts", device="npu", kernels=True, saved=False)
+    fresh.again = fresh.model.layers[0].mlp.experts
+    load_model(fresh, tmp_path / "model.safetensors")
+    assert_equal(models.weights(fresh), models.weights(model))
 
 
 def test_every_public_name_is_tried_or_left_out_with_a_reason() -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 DECODING = ("generate", "call_token_by_token", "decode_some_tokens")
 # what ours refuse, with sentences of docs/troubleshooting.md, by act; nothing has changed then
 DOCUMENTED: dict[str, str] = {
+    "transpose_experts": "transpose_experts: ",
     # who names ours, with a layer that is there twice, and keeps two rows of keys for each token; others have sdpa then
     **dict.fromkeys(DECODING, "attention_mask is for"),
     # of a copy, or of what was loaded, once kernels are unregistered

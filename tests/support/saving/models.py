@@ -22,7 +22,7 @@ def dense() -> LlamaForCausalLM:
 
 
 def experts() -> Qwen3MoeForCausalLM:
-    """Make a model with experts in one tensor."""
+    """Make a model whose experts can be transposed."""
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS))
 
 
@@ -49,7 +49,13 @@ def make(kind: str, *, device: str = "cpu", kernels: bool = False, saved: bool =
     with torch.no_grad():
         for parameter in () if saved else model.parameters():
             parameter.add_(1)
-    return kernels_ext_npu.kernelize(model) if kernels else model
+    return kernelized(model) if kernels else model
+
+
+def kernelized(model: nn.Module) -> nn.Module:
+    """Kernelize a model on the NPU, and lay its experts the other way around if it has any."""
+    kernels_ext_npu.kernelize(model)
+    return kernels_ext_npu.transpose_experts(model) if isinstance(model, Qwen3MoeForCausalLM) else model
 
 
 def has_kernels(model: nn.Module) -> bool:

@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load, load_file, load_model, save, save_file, save_model
 from torch import Tensor, nn
 
-import kernels_ext_npu
 from tests.support.saving import models
 from tests.support.saving.ways import Loading, add, add_of_state, into, way
 
@@ -249,6 +248,6 @@ def hub_mixin(model: nn.Module, folder: Path) -> Loading:
 
     def read(fresh: nn.Module) -> nn.Module:
         loaded = Published.from_pretrained(folder).model
-        return kernels_ext_npu.kernelize(loaded.to("npu")) if models.has_kernels(fresh) else loaded
+        return models.kernelized(loaded.to("npu")) if models.has_kernels(fresh) else loaded
 
     return read

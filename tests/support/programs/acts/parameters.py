@@ -106,7 +106,7 @@ acts(
 
 @act(lambda side: all(p.is_contiguous() for _, p in side.parameters()))
 def vector_and_back(side: Side, choice: Random) -> None:
-    """Torch's function views each as one row, which transposed views are not."""
+    """Torch's function views each as one row, which those of transposed experts are not."""
     parameters = [p for _, p in side.parameters()]
     if len({p.dtype for p in parameters}) == 1:
         vector_to_parameters(parameters_to_vector(parameters).detach() * 0.96875, parameters)

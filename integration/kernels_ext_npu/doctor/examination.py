@@ -44,10 +44,10 @@ CHECKS: dict[str, Callable[[Observations], Finding | list[Finding]]] = {
     "register()": register_effect.register_takes_effect,
 }
 _OF_TINY_MODEL = ("software", "device", "summary", "kept", "difference", "taken")
-# that each finding of a check has, besides its own and what its summary says
-FACTS: dict[str, Callable[[Observations], dict[str, Any]]] = {
+FACTS: dict[str, Callable[[Observations], dict[str, Any]]] = {  # that each finding of a check has, besides its own
     "Python": lambda seen: {"executable": sys.executable, "kernels_ext_npu": __version__, "folder": package_file},
-    "torch_npu": lambda seen: {"errors": seen.torch.errors},
+    "torch": lambda seen: {"version": _version(seen, "torch"), "build": seen.torch_build},
+    "torch_npu": lambda seen: {"version": _version(seen, "torch_npu"), "errors": seen.torch.errors},
     "CANN": lambda seen: {
         "version": seen.cann,
         "kernels_reads": seen.cann and device.as_kernels_reads(seen.cann),
@@ -62,6 +62,8 @@ FACTS: dict[str, Callable[[Observations], dict[str, Any]]] = {
         device.VISIBLE: seen.environment.get(device.VISIBLE),
         "npu_smi": seen.disk.facts.get("npu_smi"),
     },
+    "autoload": lambda seen: {python_and_torch.AUTOLOAD: seen.environment.get(python_and_torch.AUTOLOAD, "1")},
+    "Hub": hub_access.asked,
     "register()": lambda seen: {name: seen.use.facts.get(name) for name in _OF_TINY_MODEL} if seen.use else {},
 }
 
@@ -134,6 +136,11 @@ def _without_softnpu() -> dict[str, str]:
         for name in ("ASCEND_HOME_PATH", "ASCEND_OPP_PATH"):
             environment.pop(name, None)
     return environment
+
+
+def _version(seen: Observations, name: str) -> str | None:
+    version = seen.packages[name].version
+    return str(version) if version else None
 
 
 def _conclude(name: str, seen: Observations) -> list[Finding]:

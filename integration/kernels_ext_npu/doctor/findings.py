@@ -57,6 +57,7 @@ class Known(NamedTuple):
     advice: str  # what to do
     commands: list[str] | tuple[str, ...] = ()  # what to do, for a shell
     see: str | None = None  # the heading in docs/troubleshooting.md
+    source: str | None = None  # where the message is written, if that is hard to find
 
 
 def _read(name: str) -> Any:

@@ -103,6 +103,7 @@ def describe_cann(home: Path, deep: bool = True) -> dict[str, Any]:
     return {
         "path": str(home),
         "exists": os.path.isdir(home),
+        "readable": os.access(home, os.R_OK | os.X_OK),
         "version": version,
         "info": info and str(info),
         "set_env": str(scripts[0]) if scripts else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import urllib.request
+from typing import Any
 from urllib.parse import urlsplit
 
 from kernels_ext_npu.catalogue import REPOSITORIES, in_words
@@ -43,6 +44,12 @@ def reachable(seen: Observations) -> Finding:
             facts={"versions": versions},
         )
     return ok(f"{_where(seen)} answers and has the {in_words()} kernels", facts=outcome.facts)
+
+
+def asked(seen: Observations) -> dict[str, Any]:
+    """Return which Hub was asked, and through which proxy."""
+    endpoint = seen.hub.facts.get("endpoint")
+    return {} if unusable_urls(seen.environment) else {"endpoint": endpoint, "proxy": _proxy(endpoint)}
 
 
 def publisher(seen: Observations) -> Finding:

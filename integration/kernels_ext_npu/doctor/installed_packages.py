@@ -83,6 +83,16 @@ def constants(path: Path) -> dict[str, Any]:
     return found
 
 
+def unmet(package: Package) -> list[tuple[Requirement, Package]]:
+    """Find the requirements of a package that this environment does not meet, with what is there."""
+    found = []
+    for requirement in package.requires:
+        there = read(requirement.name)
+        if there.version is None or not requirement.specifier.contains(there.version, prereleases=True):
+            found.append((requirement, there))
+    return found
+
+
 def _requirements(lines: Any) -> list[Requirement]:
     parsed = []
     for line in lines:

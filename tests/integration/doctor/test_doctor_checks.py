@@ -156,10 +156,12 @@ def test_another_transformers_is_warned_of_and_its_own_window_is_taken(monkeypat
     assert (finding.verdict, finding.commands) == (Verdict.PROBLEM, ("unset USE_HUB_KERNELS",))
 
 
-def test_torch_npu_asks_for_a_torch_and_does_not_get_it(packages: Path) -> None:
-    asks = "Name: torch_npu\nVersion: 2.13.0\nRequires-Dist: torch==2.12.0.*\n"
+def test_what_a_package_asks_for_and_does_not_get(packages: Path) -> None:
+    asks = "Name: torch_npu\nVersion: 2.13.0\nRequires-Dist: torch==2.12.0.*\nRequires-Dist: pyyaml>=99\n"
     faults.module(packages, "torch_npu", "import yaml.nowhere", "2.13.0", asks)
     seen = faults.observed(torch=Outcome({"torch": "2.13.0+cpu", "passed": ["import torch"], "xpu": None}, failure="x"))
+    finding = libraries.requirements(seen)
+    assert finding.details[0].startswith("torch_npu asks for pyyaml>=99: found ")
     finding = python_and_torch.torch_npu(seen)
     assert finding.verdict is Verdict.PROBLEM
     assert "2.13.0 asks for torch==2.12.0.*, and torch is 2.13.0+cpu" in finding.details

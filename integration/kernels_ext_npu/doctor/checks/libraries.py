@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from kernels_ext_npu.doctor import installed_packages
 from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, remedy, warning
 from kernels_ext_npu.doctor.installed_packages import Package
-from kernels_ext_npu.doctor.observations import Observations
+from kernels_ext_npu.doctor.observations import STACK, Observations
 from kernels_ext_npu.doctor.probes import KERNELS, TRANSFORMERS
 from kernels_ext_npu.environment import TESTED
 
@@ -56,6 +57,25 @@ def kernels(seen: Observations) -> Finding:
 def helpers(seen: Observations) -> list[Finding]:
     """Check that accelerate and huggingface_hub can be imported, and are in the range that is needed."""
     return [replace(_helper(seen, seen.packages[name], asked), check=name) for name, asked in REQUIRED.items()]
+
+
+def requirements(seen: Observations) -> Finding:
+    """Check what the packages ask of others in their metadata, as `pip check` does."""
+    lines: list[str] = []
+    asked: dict[str, SpecifierSet] = {}
+    for package in seen.packages.values():
+        for requirement, there in installed_packages.unmet(package):
+            name = canonicalize_name(requirement.name)
+            if name == "torch" or (name in STACK and not there.installed):
+                continue  # told by itself, and pip would take a CUDA build of torch
+            found = f"found {there.version}" if there.version else there.trouble or "not installed"
+            lines.append(f"{package.name} asks for {name}{requirement.specifier}: {found}")
+            asked[name] = asked.get(name, SpecifierSet()) & requirement.specifier
+    if not lines:
+        return ok(f"{', '.join(seen.packages)} have what they ask for")
+    said = f"{len(lines)} of what packages ask for {'is' if len(lines) == 1 else 'are'} not there"
+    commands = (f"pip install '{name}{specifier}'" for name, specifier in asked.items())
+    return warning(said, details=tuple(lines), **remedy("unmet requirements", *commands))
 
 
 def _helper(seen: Observations, package: Package, asked: SpecifierSet) -> Finding:

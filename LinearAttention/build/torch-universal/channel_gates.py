@@ -55,8 +55,8 @@ class _Halving(NamedTuple):
         return x.unflatten(2, (-1, 2, self.size)).unflatten(1, (-1, 2, self.size))[:, :, 1, :, :, 0]
 
 
-def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Led]:
-    """Compute ``Σ_d k_id k_jd Γ_ijd`` for j < i and ``Σ_d q_id k_jd Γ_ijd`` for j ≤ i, ``[M, C, C]``, behind no Γ.
+def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor, Led]:
+    """Compute ``Σ_d k_id k_jd Γ_ijd`` for j < i and ``Σ_d q_id k_jd Γ_ijd`` for j ≤ i, between no Γ and eQ.
 
     Keys and queries take in the decays of one halving after the other, until they have those of the whole chunk.
     """
@@ -73,13 +73,14 @@ def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Led]:
         later_key, later_query = (_decayed(x, 1, first) for x in (later_key, later_query))
         earlier, whole = _decayed(earlier, 0, second), first * second
         size *= 2
-    return key.new_empty(0), of_keys, of_queries, Led(later_query, later_key, None, earlier * chunks.beta, whole[:, 0])
+    all_led = Led(later_key, None, earlier * chunks.beta, whole[:, 0])
+    return key.new_empty(0), of_keys, of_queries, later_query, all_led
 
 
 def led(chunks: Chunks, decays: Decays) -> Led:
     """Give keys the decays to the bounds of their chunk."""
     lead, trail, whole = decays
-    return Led(None, chunks.key * lead, None, chunks.key * (trail * chunks.beta), whole)
+    return Led(chunks.key * lead, None, chunks.key * (trail * chunks.beta), whole)
 
 
 def gradients_of_gates(chunks: Chunks, decays: Decays, of_products: OfProducts, _: Tensor, of_led: OfLed) -> Gradients:

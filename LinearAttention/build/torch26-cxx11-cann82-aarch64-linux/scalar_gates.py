@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from .segment import Chunks
 
 
-def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Led]:
-    """Compute ``Γᵢⱼ = exp(sumᵢ - sumⱼ)`` for j ≤ i, ``kᵢ·kⱼ Γᵢⱼ`` for j < i and ``qᵢ·kⱼ Γᵢⱼ``: ``[M, C, C]`` each."""
+def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor, Led]:
+    """Compute ``Γᵢⱼ = exp(sumᵢ - sumⱼ)`` for j ≤ i, ``kᵢ·kⱼ Γᵢⱼ`` for j < i and ``qᵢ·kⱼ Γᵢⱼ``, and eQ behind them."""
     between, turned = _between(chunks.gates), chunks.key.transpose(-1, -2)
     of_keys = torch.bmm(chunks.key, turned) * between
     of_keys.diagonal(dim1=-2, dim2=-1).zero_()
     edges = decays(chunks.gates)
-    all_led = led(chunks, edges)._replace(query=chunks.query * edges.lead)
-    return between, of_keys, torch.bmm(chunks.query, turned) * between, all_led
+    of_queries = torch.bmm(chunks.query, turned) * between
+    return between, of_keys, of_queries, chunks.query * edges.lead, led(chunks, edges)
 
 
 def led(chunks: Chunks, decays: Decays) -> Led:
     """Give keys the decays to the bounds of their chunk."""
     lead, trail, whole = decays
-    return Led(None, chunks.key, lead, chunks.key * (trail * chunks.beta), whole)
+    return Led(chunks.key, lead, chunks.key * (trail * chunks.beta), whole)
 
 
 def gradients_of_gates(

@@ -118,10 +118,10 @@ def chunks_of(tokens: Tokens, factors: NormFactors, bounds: Bounds | None) -> Ch
     return Chunks(query, key, beta, gates, heads * len(tokens.value))
 
 
-def inner(chunks: Chunks) -> tuple[Inner, Led]:
-    """Compute what chunks know without a state."""
-    between, keys, queries, led = chunks.kind.products(chunks)
-    return Inner(between, keys, queries, inverse(keys * chunks.beta.transpose(-1, -2))), led
+def inner(chunks: Chunks) -> tuple[Inner, Tensor, Led]:
+    """Compute what chunks know without a state, eQ, ``[M, C, K]``, and keys with their decays."""
+    between, keys, queries, led_query, led = chunks.kind.products(chunks)
+    return Inner(between, keys, queries, inverse(keys * chunks.beta.transpose(-1, -2))), led_query, led
 
 
 class _Parts(NamedTuple):
@@ -140,14 +140,15 @@ def _equations(chunks: Chunks, found: Inner, led: Led) -> _Parts:
 
 
 def forward(
-    chunks: Chunks, found: Inner, led: Led, value: Tensor, state: Tensor | None, keep: bool
+    chunks: Chunks, found: Inner, led_query: Tensor, led: Led, value: Tensor, state: Tensor | None, keep: bool
 ) -> tuple[Tensor, States, Used | None]:
     """Compute the results of chunks, and the states around them.
 
     Args:
         chunks: the tokens.
         found: what they know without a state.
-        led: keys and queries with their decays.
+        led_query: eQ, ``[M, C, K]``.
+        led: keys with their decays.
         value: of the tokens, ``[M, C, V]``.
         state: the one before them, ``[rows, K, V]``; None for zeros.
         keep: whether a backward follows.
@@ -159,8 +160,7 @@ def forward(
     new = torch.bmm(found.inverse, value)  # U
     added = torch.bmm(led.trailed.transpose(-1, -2), new)
     states = scan(parts.removed, added.unflatten(0, (-1, chunks.rows)), state)
-    assert led.query is not None
-    read = torch.baddbmm(led.query, parts.weighted, parts.read, alpha=-1)
+    read = torch.baddbmm(led_query, parts.weighted, parts.read, alpha=-1)
     before = states.before.flatten(0, 1)
     out = torch.baddbmm(torch.bmm(parts.weighted, new), read, before)
     return out, states, Used(read, torch.baddbmm(new, parts.read, before, alpha=-1)) if keep else None

@@ -38,17 +38,15 @@ class Decays(NamedTuple):
 
 
 class Led(NamedTuple):
-    """Holds keys and queries with the decays between them and the bounds of their chunk.
+    """Holds keys with the decays between them and the bounds of their chunk.
 
     Attributes:
-        query: eQ, ``[M, C, K]``; None in a backward, which does not ask for it.
         key: eK, or K if ``lead`` is e by itself, ``[M, C, 1]``.
         lead: None with gates of channels.
         trailed: βlK, ``[M, C, K]``.
         whole: w, ``[M, G]``.
     """
 
-    query: Tensor | None
     key: Tensor
     lead: Tensor | None
     trailed: Tensor

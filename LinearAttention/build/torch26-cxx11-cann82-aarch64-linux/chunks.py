@@ -58,7 +58,7 @@ def from_chunks(
 
 
 def by_group(x: Tensor, shared: int) -> Tensor:
-    """View ``[M, C, D]`` as ``[M / shared, shared * C, D]``: the chunks of heads that share a key, one below another."""
+    """View ``[M, C, D]`` as ``[M / shared, shared * C, D]``: chunks of heads that share a key in a row."""
     return x.unflatten(0, (-1, shared)).flatten(1, 2)
 
 

@@ -188,6 +188,8 @@ FAULTS = (
         "attention to chosen keys by an operator",
         "torch.ops.npu.npu_sparse_flash_attention(",
     ),
+    _more("CrossEntropy", "head.py", "the sums that come with logits", "largest + total.log()"),
+    _more("CrossEntropy", "head.py", "the logits that come with sums", "found[5]", "found[1], {}"),
     _more("CrossEntropy", "rows.py", "the loss of logits", "torch.where(labels == objective", "return {}"),
     _more("CrossEntropy", "rows.py", "its gradient", "d_logits, None", "return {}"),
     _more("CrossEntropy", "linear.py", "the loss of a head", "torch.where(labels == objective", "return {}"),

@@ -1,4 +1,4 @@
-"""Define npu_cross_entropy_loss, log_softmax and nll_loss in one, and its gradient.
+"""Define npu_cross_entropy_loss, log_softmax and nll_loss in one, its gradient, and the product of a head with sums.
 
 Shapes, dtypes and limits: op-plugin, docs/zh/custom_APIs/torch_npu/torch_npu-npu_cross_entropy_loss.md. Sums and
 rounding: CANN's ops-nn, loss/cross_entropy_loss and loss/cross_entropy_loss_grad, op_kernel and docs. All is computed
@@ -8,7 +8,7 @@ in float32, and rounded once to the dtype of the input: the loss and log_prob, f
 from __future__ import annotations
 
 import torch
-from torch import Tensor, float32, int64
+from torch import Tensor, bfloat16, float16, float32, int32, int64
 from torch.nn import functional as F
 
 from softnpu.argument_checks import FLOATING, describe, require, require_dtypes, require_values
@@ -17,6 +17,7 @@ from softnpu.host_call import needs_gradient
 
 MOST_ROWS = 200000
 NO_INDEX = -100
+LONGEST = 65534  # elements of a hidden state
 
 
 @formula
@@ -91,6 +92,44 @@ def npu_cross_entropy_loss_backward(
         of_smooth = (grad * label_smoothing / c * kept).unsqueeze(-1) * (1 if weight is None else weight)
         dx = dx + softmax * of_smooth.expand(n, c).sum(-1, keepdim=True) - of_smooth
     return dx.to(grad_loss.dtype)
+
+
+@formula
+def npu_fused_linear_online_max_sum(
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    return_logits: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return of logits ``[N, V]`` the largest, ``Σ exp(x - largest)`` and ``x - largest`` at the target, ``[N]`` each.
+
+    Behind these: the targets that are no words, a bit each with the first one lowest, the other ones counted from
+    vocab_start_index, and the logits. Sums are of logits rounded to the dtype of the input. CANN's ops-nn,
+    matmul/fused_linear_online_max_sum/op_kernel/fused_linear_online_max_sum.h and op_host; the kernel takes a target of
+    vocab_end_index for none of the words, where the page of op-plugin takes it for the last one.
+    """
+    operator = "npu_fused_linear_online_max_sum"
+    dtypes: set[tuple[torch.dtype, ...]] = {(d, d, i) for d in (float16, bfloat16) for i in (int32, int64)}
+    require_dtypes(operator, dtypes, input=input, weight=weight, target=target)
+    fits = input.dim() == weight.dim() == 2 and input.shape[1] == weight.shape[1] <= LONGEST and weight.shape[0] > 0
+    rule = f"input must be [N, H] with H <= {LONGEST}, weight [V, H]"
+    require(fits, operator, f"{rule}, got {describe(input)}, {describe(weight)}")
+    require(target.shape == input.shape[:1], operator, f"target must be [{input.shape[0]}], got {describe(target)}")
+    rule = "vocab_start_index must not be negative, and vocab_end_index not be below it"
+    require(0 <= vocab_start_index <= vocab_end_index, operator, f"{rule}, got {vocab_start_index}, {vocab_end_index}")
+    logits = (input.float() @ weight.float().t()).to(input.dtype)
+    x = logits.float()
+    largest = x.amax(-1)
+    below = x - largest.unsqueeze(-1)
+    is_masked = (target < vocab_start_index) | (target >= vocab_end_index)
+    masked_target = (target - vocab_start_index).masked_fill(is_masked, 0)
+    inside = masked_target.long().clamp(max=weight.shape[0] - 1).unsqueeze(-1)
+    predicted = below.gather(1, inside).squeeze(-1).masked_fill(is_masked, 0)
+    padded = F.pad(is_masked.int(), (0, -is_masked.shape[0] % 8), value=1).view(-1, 8)
+    bits = (padded << torch.arange(8)).sum(-1).to(torch.uint8)
+    return largest, below.exp().sum(-1), predicted, bits, masked_target, logits if return_logits else None
 
 
 def _require(

@@ -148,6 +148,9 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     "npu_fusion_attention_grad_v2": [attention_backward(), attention_backward(sink=rows(4))],
     "npu_fusion_attention_v3": [attention(), attention(HALF), attention(d_v=4), attention(sink=rows(4))],
     "npu_fusion_attention_grad_v3": [attention_backward(), attention_backward(sink=rows(4))],
+    "npu_fused_linear_online_max_sum": [  # has no meta kernel
+        ((*halves((9, 8), (20, 8)), torch.arange(15, 24), 16, 20, is_returned), {}) for is_returned in (True, False)
+    ],
     "npu_lightning_indexer": [
         ((*halves((2, 3, 8, 128), (2, 5, 1, 128)), rows(2, 3, 8)), {"sparse_count": 4, "return_value": True}),
         (halves((2, 3, 8, 128), (2, 5, 1, 128), (2, 3, 8)), {"sparse_count": 4, "sparse_mode": 0}),

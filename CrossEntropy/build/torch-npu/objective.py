@@ -23,6 +23,9 @@ from torch import Tensor
 
 from . import pieces
 
+# ``log Σ exp z``, ``z`` at the label and, with label smoothing, ``Σ z`` of each row: ``[N]`` each
+Statistics = tuple[Tensor, Tensor, Tensor | None]
+
 
 @dataclass(frozen=True)
 class Objective:
@@ -50,8 +53,17 @@ class Objective:
             return z.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap)
         return z if self.logit_scale == 1 else z.mul_(self.logit_scale)
 
-    def statistics(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return ``log Σ exp z``, ``z`` at the label and, with label smoothing, ``Σ z`` of each row: ``[N]`` each.
+    @property
+    def takes_logits_as_they_are(self) -> bool:
+        """Whether ``z`` is what the head gives, and its sum over words is not asked for."""
+        return self.softcap is None and self.logit_scale == 1 and not self.label_smoothing
+
+    def at_labels(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Return ``z`` at labels ``[N, 1]`` of what the head gives, ``[N, W]``: ``[N]``."""
+        return self.logits(x.gather(1, labels)).squeeze(-1)
+
+    def statistics(self, x: Tensor, labels: Tensor) -> Statistics:
+        """Return what is to be known of each row.
 
         Args:
             x: what the head gives, ``[N, W]``.
@@ -62,9 +74,8 @@ class Objective:
             z = self.logits(x[rows])
             found.append((torch.logsumexp(z, -1), z.sum(-1) if self.label_smoothing else None))
             del z
-        picked = self.logits(x.gather(1, labels)).squeeze(-1)
         lse, total = zip(*found)
-        return torch.cat(lse), picked, torch.cat(total) if self.label_smoothing else None
+        return torch.cat(lse), self.at_labels(x, labels), torch.cat(total) if self.label_smoothing else None
 
     def loss(self, lse: Tensor, picked: Tensor, total: Tensor | None, words: int) -> Tensor:
         """Return the loss of each row ``[N]``.

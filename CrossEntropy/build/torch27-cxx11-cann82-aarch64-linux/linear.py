@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from . import in_torch, pieces
 from .derivatives import gradients
+from .head import logits_and_statistics
 from .objective import Gradient, Objective, statistics_dtype
 from .shard import Shard
 
@@ -46,8 +47,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         lse, picked, total, kept = [], [], [], []
         for part in cut(weight, bias, labels, shard, number):
-            x = F.linear(hidden_states, part.weight, part.bias)
-            found = objective.statistics(x, part.inside)
+            x, found = logits_and_statistics(hidden_states, part.weight, part.bias, part.inside, objective)
             lse.append(found[0])
             picked.append(torch.where(part.is_inside.squeeze(-1), found[1], 0))
             if found[2] is not None:

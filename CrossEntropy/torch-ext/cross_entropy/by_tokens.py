@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from . import in_torch, pieces
 from .derivatives import gradients
 from .float16 import brought_within
+from .head import logits_and_statistics
 from .objective import Objective, statistics_dtype
 
 
@@ -44,8 +44,8 @@ class LinearCrossEntropyByTokens(torch.autograd.Function):
         kept = hidden_states.new_empty(labels.shape[0], words) if any(trains) else None
         found = []
         for rows in pieces.of_rows(hidden_states.shape[0], number):
-            x, label = F.linear(hidden_states[rows], weight, bias), inside[rows].unsqueeze(-1)
-            lse, picked, total = objective.statistics(x, label)
+            label = inside[rows].unsqueeze(-1)
+            x, (lse, picked, total) = logits_and_statistics(hidden_states[rows], weight, bias, label, objective)
             gradient = objective.gradient(torch.ones_like(lse), lse, picked, words)
             found.append((objective.loss(lse, picked, total, words), gradient.at_label, gradient.sign))
             others = x if kept is None else kept[rows]

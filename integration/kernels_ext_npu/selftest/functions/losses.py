@@ -59,7 +59,12 @@ def _functions(at: str, words: int) -> list[Function]:
             of_head,
             head,
         ),
-        function("linear_log_probs", lambda f, h, w, b: f(h, w, chosen.to(h.device), b), lambda *t: -of_head(*t), head),
+        function(
+            "linear_log_probs",  # without a bias: a head of its own
+            lambda f, h, w: f(h, w, chosen.to(h.device)),
+            lambda h, w: -of_head(h, w, h.new_zeros(words)),
+            drawn((ROWS, HIDDEN), (words, HIDDEN)),
+        ),
         function(
             "linear_log_probs_and_entropy",
             lambda f, h, w, b: f(h, w, chosen.to(h.device), b),

@@ -69,6 +69,11 @@ class KnownValues:
             with _disable_current_modes():
                 in_turn = torch.arange(result[1].numel()).remainder(args[0].shape[-1])
                 self._values[result[1]] = in_turn.reshape(result[1].shape).to(result[1].dtype)
+        elif name == "npu_moe_init_routing_v2" and (experts := self._value(args[1])) is not None:
+            first, behind = kwargs.get("active_expert_range") or (0, kwargs["expert_num"])
+            with _disable_current_modes():
+                counts = experts.flatten().bincount(minlength=kwargs["expert_num"])
+                self._values[result[2]] = counts[first:behind]
         elif collectives.is_collective(operator):
             self._communicate(operator, args)
         elif operator.namespace == "aten":
@@ -79,13 +84,18 @@ class KnownValues:
         """Return arguments with lists in the place of lengths on the host, where they are known."""
 
         def listed(fake: FakeTensor) -> Any:
-            value = self._values.get(fake) if fake.device.type == "cpu" and fake.dim() == 1 else None
-            if value is None:
-                return fake
-            with _disable_current_modes():
-                return value.tolist()
+            numbers = self.numbers(fake) if fake.device.type == "cpu" and fake.dim() == 1 else None
+            return fake if numbers is None else numbers
 
         return tree_map_only(FakeTensor, listed, (args, kwargs))
+
+    def numbers(self, tensor: Tensor) -> Any:
+        """Return what a tensor holds as a list; None where that is not known."""
+        value = self._value(tensor)
+        if value is None:
+            return None
+        with _disable_current_modes():
+            return value.tolist()
 
     def read_at_once(self) -> AbstractContextManager:
         """Let ``tolist()`` wait once, as on a device; fake tensors read one value after the other."""

@@ -161,6 +161,7 @@ TOGETHER = {
     "all": torch.ones(BATCH, KEYS, dtype=torch.bool),
     "those in the middle": torch.arange(KEYS) // 4 == torch.tensor([[1], [2]]),
     "one with a gap": PROMPTS["a gap"],
+    "none": torch.zeros(BATCH, KEYS, dtype=torch.bool),
 }
 ONE_QUERY = ["padded", "in a static cache", "bool", "of three dimensions", "added", "sees none", *TOGETHER]
 

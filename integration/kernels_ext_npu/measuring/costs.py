@@ -73,10 +73,10 @@ class Cost(TorchDispatchMode):
         CANN's ops-transformer, ``SplitCore`` of lightning_indexer_kernel, and moe_v3_gather_out.
         """
         if name == "npu_lightning_indexer" and kwargs.get("layout_key") == "TND":
-            ends = [self.numbers(kwargs[f"actual_seq_lengths_{of}"]) for of in ("query", "key")]
-            if ends[0] is None or ends[1] is None:
+            ends, key_ends = (self.numbers(kwargs[f"actual_seq_lengths_{of}"]) for of in ("query", "key"))
+            if ends is None or key_ends is None:
                 return 0
-            queries, keys = ([end - begin for begin, end in zip([0, *each], each)] for each in ends)
+            queries, keys = ([end - begin for begin, end in zip([0, *each], each)] for each in (ends, key_ends))
             read = sum(count for has_query, count in zip(queries, keys) if has_query)
             return (len(args[1]) - read) * bytes_of(args[1][0])
         if name == "npu_moe_init_routing_v2" and (counts := self.numbers(given[2])) is not None:

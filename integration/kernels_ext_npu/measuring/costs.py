@@ -55,9 +55,8 @@ class Cost(TorchDispatchMode):
         if not moves or not (given or _writes(operator)):
             return None
         read = {key: value for key, value in kwargs.items() if not _is_out(operator, key)}
-        moved = (
-            bytes_of((args, read, result)) - _unread(name, args, kwargs, given) - self._left(name, args, kwargs, given)
-        )
+        unread = _unread(name, args, kwargs, given) + self._left(name, args, kwargs, given)
+        moved = bytes_of((args, read, result)) - unread
         self.launches[name] += 1
         self.bytes[name] += moved
         return moved
@@ -80,7 +79,8 @@ class Cost(TorchDispatchMode):
             read = sum(count for has_query, count in zip(queries, keys) if has_query)
             return (len(args[1]) - read) * bytes_of(args[1][0])
         if name == "npu_moe_init_routing_v2" and (counts := self.numbers(given[2])) is not None:
-            return (len(args[0]) + len(given[0]) - 2 * sum(counts)) * bytes_of(given[0][0])
+            copied = sum(counts)
+            return sum(max(0, len(rows) - copied) * rows[:1].nbytes for rows in (args[0], given[0]))
         return 0
 
 

@@ -69,11 +69,8 @@ class KnownValues:
             with _disable_current_modes():
                 in_turn = torch.arange(result[1].numel()).remainder(args[0].shape[-1])
                 self._values[result[1]] = in_turn.reshape(result[1].shape).to(result[1].dtype)
-        elif name == "npu_moe_init_routing_v2" and (experts := self._value(args[1])) is not None:
-            first, behind = kwargs.get("active_expert_range") or (0, kwargs["expert_num"])
-            with _disable_current_modes():
-                counts = experts.flatten().bincount(minlength=kwargs["expert_num"])
-                self._values[result[2]] = counts[first:behind]
+        elif name == "npu_moe_init_routing_v2":
+            self._count_rows(args[1], kwargs, result[2])
         elif collectives.is_collective(operator):
             self._communicate(operator, args)
         elif operator.namespace == "aten":
@@ -125,6 +122,16 @@ class KnownValues:
             operator(*args, **kwargs)
             self._written.add(call)
         return out
+
+    def _count_rows(self, experts: Tensor, options: dict, counts: Tensor) -> None:
+        """Learn how many rows go to each active expert, where an operator counts them and it is known."""
+        known = self._value(experts)
+        is_counted = options.get("expert_tokens_num_type") == 1 and options.get("drop_pad_mode", 0) == 0
+        if known is None or not is_counted:
+            return
+        first, behind = options.get("active_expert_range") or (0, options["expert_num"])
+        with _disable_current_modes():
+            self._values[counts] = known.flatten().bincount(minlength=options["expert_num"])[first:behind]
 
     def _communicate(self, operator: OpOverload, args: tuple) -> None:
         """Forget what a collective writes, unless it exchanges equal parts.

@@ -2,6 +2,8 @@
 
 op-plugin, docs/zh/custom_APIs/torch_npu/torch_npu-npu_lightning_indexer.md and torch_npu-npu_sparse_flash_attention.md,
 test/test_custom_ops of both names, op_plugin/config/derivatives.yaml; docs/context of branch 7.3.0 for CANN 8.5.
+What is written of sequences without queries or keys: CANN's ops-transformer, attention/lightning_indexer, its kernel's
+``SplitCore``, ``ProcessMain`` and ``ProcessInvalid``, and its golden function in tests/pytest.
 Inferred: products and sums are in float32, weights of attention are rounded to the dtype of the query, results once; of
 equal scores the first key is chosen.
 """
@@ -22,6 +24,7 @@ ALL, RIGHT_DOWN_CAUSAL = 0, 3
 INDEX_SIZE, LATENT, ROTARY = 128, 512, 64
 MASKED = -1e12  # the score of a key that is chosen and not seen
 ABSENT = -1  # an index for which there is no key
+UNWRITTEN = 2**31 - 1  # an index of which the operator writes nothing
 HALVES: set[tuple[torch.dtype, ...]] = {(float16, float16), (bfloat16, bfloat16)}
 
 
@@ -44,7 +47,8 @@ def npu_lightning_indexer(
 ) -> tuple[Tensor, Tensor]:
     """Return the keys with the highest scores of each query, int32, the highest first, and the scores if wanted.
 
-    Behind the keys that a query sees stands -1. What lies behind the lengths of queries is -1, too.
+    Behind the keys that a query sees stands -1. What lies behind the lengths of queries is -1, too, but in the layout
+    TND, where nothing is written there, and nothing at all if no sequence has both a query and a key.
     """
     operator = "npu_lightning_indexer"
     _require_common(operator, layout_query, layout_key, block_table, sparse_mode, pre_tokens, next_tokens)
@@ -53,9 +57,12 @@ def npu_lightning_indexer(
     require(counts, operator, f"sparse_count must be 1 to 2048, or 3072 to 8192 by 1024, got {sparse_count}")
     require_before((9, 0), sparse_count <= 2048, operator, f"sparse_count must be at most 2048, got {sparse_count}")
     shape = (*query.shape[:-2], 1, sparse_count)
-    indices = torch.full(shape, ABSENT, dtype=int32)
-    values = torch.full(shape, -torch.inf, dtype=query.dtype)
-    for q, k in _sequences(operator, layout_query, query, key, actual_seq_lengths_query, actual_seq_lengths_key):
+    sequences = [*_sequences(operator, layout_query, query, key, actual_seq_lengths_query, actual_seq_lengths_key)]
+    is_written = layout_query == "BSND" or any(len(query[q]) and len(key[k]) for q, k in sequences)
+    indices = torch.full(shape, ABSENT if layout_query == "BSND" else UNWRITTEN, dtype=int32)
+    values = torch.full(shape, -torch.inf if layout_query == "BSND" else torch.nan, dtype=query.dtype)
+    for q, k in sequences if is_written else ():
+        indices[q], values[q] = ABSENT, -torch.inf
         scores = _index_scores(query[q], key[k], weights[q])
         beyond = _beyond(scores.shape[0], scores.shape[1], sparse_mode)
         ordered = scores.masked_fill(beyond, -torch.inf).sort(dim=-1, descending=True, stable=True)
@@ -232,6 +239,10 @@ def _sequences(
         return
     require(lengths is not None and key_lengths is not None, operator, "the layout TND needs both lengths")
     ends, key_ends = ([0, *each.tolist()] for each in (lengths, key_lengths))  # type: ignore[union-attr]
+    require(len(ends) == len(key_ends), operator, "there must be as many lengths of queries as of keys")
+    in_turn = ends == sorted(ends) and key_ends == sorted(key_ends)
+    rule = "lengths in the layout TND are sums of all so far, and no more than there are tokens"
+    require_values(in_turn and ends[-1] <= len(query) and key_ends[-1] <= len(key), operator, rule)
     for i in range(len(ends) - 1):
         yield (slice(ends[i], ends[i + 1]),), (slice(key_ends[i], key_ends[i + 1]),)
 

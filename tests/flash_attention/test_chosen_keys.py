@@ -157,30 +157,6 @@ def test_an_operator_chooses_within_packed_sequences(kernel: ModuleType, npu_cou
     assert npu_counters()["npu_lightning_indexer"] == 1
 
 
-@pytest.mark.parametrize("name", ["padded", "in a static cache", "bool", "of three dimensions", "added", "sees none"])
-def test_an_operator_chooses_for_one_query_among_any_keys(kernel: ModuleType, npu_counters, name: str) -> None:
-    """The host waits for nothing but the result."""
-    seen = torch.rand(BATCH, 1, 1, KEYS, generator=torch.Generator().manual_seed(3)) < 0.6
-    if name == "padded":
-        mask = kernel.attention_mask(BATCH, 1, KEYS, KEYS - 1, attention_mask=seen[:, 0, 0].npu(), device="npu")
-    elif name == "in a static cache":
-        offset = torch.tensor(8).npu()
-        mask = kernel.attention_mask(BATCH, 1, KEYS, offset, attention_mask=seen[:, 0, 0, :9].npu(), device="npu")
-        seen[..., 9:] = False
-    else:
-        seen &= torch.tensor([name != "sees none", True]).view(-1, 1, 1, 1)
-        floating = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
-        mask = {"of three dimensions": seen[:, 0], "added": floating}.get(name, seen).npu()
-    q, k, w = drawn((BATCH, 1, 16, 128), (BATCH, KEYS, 128), (BATCH, 1, 16), dtype=torch.bfloat16)
-    k, w = torch.where(seen.view(BATCH, KEYS, 1), k, 8 * k), w.abs()  # what it does not see has the highest scores
-    given = [t.npu() for t in (q, k, w.float())]
-    before = npu_counters().get("stream_syncs", 0)
-    found = kernel.top_k_keys(*given, mask, COUNT)
-    assert npu_counters().get("stream_syncs", 0) == before
-    assert_chosen(found, index_scores(q, k, w, 1.0), seen, COUNT)
-    assert ("npu_lightning_indexer" in npu_counters()) == (name != "added")
-
-
 def test_autocast_rounds_what_it_is_given_and_nothing_else(kernel: ModuleType, npu_counters) -> None:
     mask, seen = masks(kernel)["causal"]
     q, k, w = drawn((BATCH, QUERIES, 16, 128), (BATCH, KEYS, 128), (BATCH, QUERIES, 16))

@@ -87,6 +87,12 @@ SPARSE = halves((2, 3, 8, 512), (2, 5, 1, 512), (2, 5, 1, 512))
 ROTATED = {"query_rope": rows(2, 3, 8, 64, dtype=HALF), "key_rope": rows(2, 5, 1, 64, dtype=HALF), "attention_mode": 2}
 ENDS = {"actual_seq_lengths": [3, 5], "actual_seq_lengths_kv": [3, 5]}
 ENDS_V2 = {"actual_seq_qlen": [3, 5], "actual_seq_kvlen": [3, 5]}
+WITHOUT_QUERIES = {
+    "actual_seq_lengths_query": torch.tensor([0, 3, 3], dtype=torch.int32),
+    "actual_seq_lengths_key": torch.tensor([1, 4, 5], dtype=torch.int32),
+    "layout_query": "TND",
+    "layout_key": "TND",
+}
 SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     "npu_rms_norm": [(norms(d, *s), {}) for d in (torch.float32, HALF) for s in ((2, 8), (2, 3, 4, 8))]
     + [((rows(2, 3, 8, dtype=HALF), rows(8)), {}), ((rows(2, 3, 4, 8), rows(4, 8), 1e-5), {})],
@@ -154,6 +160,7 @@ SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
     "npu_lightning_indexer": [
         ((*halves((2, 3, 8, 128), (2, 5, 1, 128)), rows(2, 3, 8)), {"sparse_count": 4, "return_value": True}),
         (halves((2, 3, 8, 128), (2, 5, 1, 128), (2, 3, 8)), {"sparse_count": 4, "sparse_mode": 0}),
+        (halves((3, 8, 128), (5, 1, 128), (3, 8)), {"sparse_count": 4, **WITHOUT_QUERIES}),
     ],
     "npu_lightning_indexer_grad": [
         ((*halves((2, 3, 8, 128), (2, 5, 1, 128), (2, 3, 1, 3)), CHOSEN, *halves((2, 3, 8))), {"sparse_mode": 0}),

@@ -64,6 +64,31 @@ def test_lengths_and_packed_sequences_are_those_of_each_sequence() -> None:
     assert torch.equal(found[5:], alone[0])
 
 
+def test_sequences_without_queries_leave_their_keys_out() -> None:
+    """As CANN's documents allow: in the layout TND a length is no less than that before it."""
+    q, k, w = (t[:1].npu() for t in indexed())
+    alone = torch_npu.npu_lightning_indexer(q, k[:, 2:9].contiguous(), w, sparse_count=4)[0][0]
+    packed = [t[0] for t in (q, k, w)]
+    options = {"layout_query": "TND", "layout_key": "TND", "sparse_count": 4}
+
+    def found(ends: list[int], key_ends: list[int]) -> Tensor:
+        lengths = [torch.tensor(each, dtype=torch.int32).npu() for each in (ends, key_ends)]
+        names = "actual_seq_lengths_query", "actual_seq_lengths_key"
+        return torch_npu.npu_lightning_indexer(*packed, **dict(zip(names, lengths)), **options)[0].cpu()
+
+    assert torch.equal(found([0, QUERIES, QUERIES], [2, 9, KEYS]), alone.cpu())
+    of_no_keys = found([2, QUERIES], [0, KEYS])
+    assert (of_no_keys[:2] == -1).all()
+    assert (of_no_keys[2:] >= 0).all()
+    unwritten = found([QUERIES, QUERIES], [0, KEYS])  # no sequence has both
+    assert (unwritten > KEYS).all()
+    assert (found([2], [KEYS])[2:] > KEYS).all()  # in no sequence
+    with pytest.raises(RuntimeError, match="sums of all so far"):
+        found([3, 2], [5, KEYS])
+    with pytest.raises(RuntimeError, match="as many lengths"):
+        found([3], [5, KEYS])
+
+
 def test_the_gradient_of_an_indexer_is_that_of_its_scores() -> None:
     given = indexed(torch.bfloat16)
     leaves = [t.npu().requires_grad_() for t in given]

@@ -16,6 +16,7 @@ _LARGEST_HEAD, _MOST_HEADS, _MOST_BATCHES = 768, 256, 2**21
 _LARGEST_PACKED_GRADIENT = 768 if CANN >= (8, 5) else 512  # of heads
 _LATENT, _ROTATED, _INDEXED = 512, 64, 128  # sizes of heads, the only ones of sparse attention and its indexer
 _CHOSEN = (*range(1, 2049), *range(3072, 8193, 1024))  # how many keys an indexer chooses
+MOST_ROWS_COPIED = 10239  # of a batch: npu_moe_init_routing_v2 takes one expert more, op-plugin's page of that name
 LONGEST = 2**20  # tokens of a sequence, or of all that are packed
 MOST_SEQUENCES = 1024  # in one launch
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class MaskDescription:
         self._version = 0  # of the mask that others may have written into
         self._chosen: dict[int, Band | Packing | None] = {}
         self._beside: tuple[Tensor, Tensor, Tensor] | None = None
+        self._made: dict[Hashable, Any] = {}
         self._padding = None if padding is None else HostValues(padding)
         self._ids = None if pattern is None or pattern.ids is None else HostValues(pattern.ids)
 
@@ -140,6 +141,14 @@ class MaskDescription:
                 known = self._beside = cumulative, key_cumulative, self.left_out(device) | others
         return known[2]
 
+    def made(self, name: Hashable, make: Callable[[], Any]) -> Any:
+        """Return what is made of the mask under a name. It is made once."""
+        self._look_for_changes()
+        if name not in self._made:
+            with unseen(), torch.inference_mode(False):
+                self._made[name] = make()
+        return self._made[name]
+
     def to(self, *_: Any, **__: Any) -> MaskDescription:
         """Return the same: each layer asks for what it needs on its device."""
         return self
@@ -159,7 +168,7 @@ class MaskDescription:
         mask = None if torch.compiler.is_compiling() else self._masks.get(_MASK)
         if mask is not None and mask._version != self._version:
             self.pattern, self._version = None, mask._version
-            self._masks, self._chosen, self._beside = {_MASK: mask}, {}, None
+            self._masks, self._chosen, self._beside, self._made = {_MASK: mask}, {}, None, {}
 
     def _computed(self, left_out: bool, device: torch.device | None) -> Tensor:
         if left_out:

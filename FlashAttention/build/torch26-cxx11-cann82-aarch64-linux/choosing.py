@@ -6,6 +6,8 @@ The scores of all heads are not made: what is made for some queries at a time ta
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,7 +15,7 @@ from torch.nn import functional as F
 from .captures import capturing
 from .chosen_keys import ABSENT, in_budget, mask_of, masked
 from .description import MaskDescription
-from .limits import is_fused_choice, of_one_dtype
+from .limits import MOST_ROWS_COPIED, is_fused_choice, of_one_dtype
 from .options import CAUSAL
 from .packing import Packing
 
@@ -65,8 +67,8 @@ def _by_operator(
         found = _operator(query, key, weights, count)
         return torch.where(found == ABSENT, keys - 1, found)  # of rows that do not see the last key
     if queries == 1:
-        seen = mask_of(mask, 0, 1, query)[..., :keys].expand(batch, 1, -1).squeeze(1)
-        return _of_one_query(query, key, weights, seen, count) if seen.dtype == torch.bool else None
+        places = _places_of_one_query(query, mask, batch, keys)
+        return None if places is None else _of_one_query(query, key, weights, places, count)
     if is_described and (queries, keys) == (mask.queries, mask.keys) and not capturing():
         packing = mask.plain(batch)
         if isinstance(packing, Packing) and packing.band == CAUSAL and packing.is_of_itself():
@@ -78,16 +80,66 @@ def _by_operator(
     return None
 
 
-def _of_one_query(query: Tensor, key: Tensor, weights: Tensor, seen: Tensor, count: int) -> Tensor:
-    """Choose among the keys that one query sees, ``[B, S_k]``, which are copied to stand before all others."""
-    batch, keys = seen.shape
-    order = seen.to(query.dtype).sort(dim=-1, descending=True, stable=True).indices
-    flat = order + torch.arange(batch, device=order.device).unsqueeze(-1) * keys
-    key = key.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, (batch, keys))
-    lengths = seen.sum(-1, dtype=torch.int32)
-    found = _operator(query, key, weights, count, key_lengths=lengths).squeeze(1)
+def _places_of_one_query(query: Tensor, mask: MaskDescription | Tensor, batch: int, keys: int) -> _Places | None:
+    """Return where the keys are that one query a row sees, for all layers; None of a mask that is added."""
+    if (isinstance(mask, Tensor) and mask.dtype != torch.bool) or batch > MOST_ROWS_COPIED:
+        return None
+    make = lambda: _places(mask_of(mask, 0, 1, query)[..., :keys].expand(batch, 1, -1).squeeze(1))  # noqa: E731
+    return mask.made((batch, keys, query.device), make) if isinstance(mask, MaskDescription) else make()
+
+
+def _of_one_query(query: Tensor, key: Tensor, weights: Tensor, places: _Places, count: int) -> Tensor:
+    """Choose among the keys that one query a row sees, in place where they lie one behind the other.
+
+    Elsewhere ``npu_moe_init_routing_v2`` copies them, and them alone, to lie so: which it is the device decides.
+    """
+    batch, keys, _ = key.shape
+    query, key, weights = query.flatten(0, 1), key.flatten(0, 1), weights.flatten(0, 1)
+    in_place = _operator(query, key, weights, count, "TND", places.query_ends, places.key_ends)
+    copies, _, counts, _ = torch.ops.npu.npu_moe_init_routing_v2(
+        key,
+        places.copied,
+        expert_num=batch + 1,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        quant_mode=-1,
+        active_expert_range=[0, batch],
+        row_idx_type=1,
+    )
+    among_copies = _operator(query, copies, weights, count, "TND", places.rows + 1, counts.cumsum(0).int())
+    found = torch.where(places.are_together, in_place, among_copies)
     found = torch.where(found == ABSENT, keys - 1, found)
-    return order.gather(-1, found.long()).int().unsqueeze(1)
+    return places.order.gather(-1, found.long()).int().unsqueeze(1)
+
+
+class _Places(NamedTuple):
+    """Says, on the device, where the keys are that one query a row sees."""
+
+    order: Tensor  # int64 [B, S_k]: those that it sees before all others
+    are_together: Tensor  # bool [B, 1]: whether they lie one behind the other
+    rows: Tensor  # int32 [B]: 0, 1, 2 ...
+    query_ends: Tensor  # int32 [3B], of sequences: the keys before, which have no query; those that it sees; others
+    key_ends: Tensor  # int32 [3B]
+    copied: Tensor  # int32 [B · S_k, 1]: the row of a key that is copied, B of others
+
+
+def _places(seen: Tensor) -> _Places:
+    """Return where the keys are that are seen, ``[B, S_k]``.
+
+    Each row has one at least in each launch, even where that is not seen or not needed: for sequences without any the
+    operator writes nothing (CANN's ops-transformer, lightning_indexer_kernel, ``ProcessInvalid``, in TND).
+    """
+    batch, keys = seen.shape
+    rows = torch.arange(batch, dtype=torch.int32, device=seen.device)
+    row, number = rows.unsqueeze(-1), seen.sum(-1, keepdim=True)
+    order = seen.half().sort(dim=-1, descending=True, stable=True).indices
+    first, last = order[:, :1], order.gather(-1, (number - 1).clamp(min=0))
+    are_together = last - first < number
+    behind = torch.where(are_together, last, first) + 1
+    ends = torch.cat((first, behind, torch.full_like(first, keys)), dim=-1).int() + row * keys
+    copied = torch.where(seen & ~are_together, row, batch).scatter_(-1, first, row)
+    query_ends = torch.cat((row, row + 1, row + 1), dim=-1)
+    return _Places(order, are_together, rows, query_ends.flatten(), ends.flatten(), copied.view(-1, 1))
 
 
 def _of_sequences(query: Tensor, key: Tensor, weights: Tensor, packing: Packing, count: int) -> Tensor:

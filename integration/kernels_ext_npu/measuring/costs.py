@@ -55,11 +55,34 @@ class Cost(TorchDispatchMode):
         if not moves or not (given or _writes(operator)):
             return None
         read = {key: value for key, value in kwargs.items() if not _is_out(operator, key)}
-        moved = bytes_of((args, read, result)) - _unread(name, args, kwargs, given)
+        unread = _unread(name, args, kwargs, given) + self._left(name, args, kwargs, given)
+        moved = bytes_of((args, read, result)) - unread
         launched, times = what_runs(operator, args, kwargs)
         self.launches[launched] += times
         self.bytes[launched] += moved
         return moved
+
+    def numbers(self, tensor: torch.Tensor) -> list[int] | None:
+        """Return what a tensor on the device holds where that is known without a wait, as it is not here."""
+        return None
+
+    def _left(self, name: str, args: tuple, kwargs: dict, given: list[torch.Tensor]) -> int:
+        """Return the bytes that an operator leaves where they are by what it reads on the device, where that is known.
+
+        An indexer reads no keys of sequences without queries; routing copies no rows for experts that are not active:
+        CANN's ops-transformer, ``SplitCore`` of lightning_indexer_kernel, and moe_v3_gather_out.
+        """
+        if name == "npu_lightning_indexer" and kwargs.get("layout_key") == "TND":
+            ends, key_ends = (self.numbers(kwargs[f"actual_seq_lengths_{of}"]) for of in ("query", "key"))
+            if ends is None or key_ends is None:
+                return 0
+            queries, keys = ([end - begin for begin, end in zip([0, *each], each)] for each in (ends, key_ends))
+            read = sum(count for has_query, count in zip(queries, keys) if has_query)
+            return (len(args[1]) - read) * bytes_of(args[1][0])
+        if name == "npu_moe_init_routing_v2" and (counts := self.numbers(given[2])) is not None:
+            copied = sum(counts)
+            return sum(max(0, len(rows) - copied) * rows[:1].nbytes for rows in (args[0], given[0]))
+        return 0
 
 
 def what_runs(operator: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[str, int]:

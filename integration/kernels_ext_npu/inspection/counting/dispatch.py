@@ -56,6 +56,10 @@ class Counting(Cost):
         self.memory.add(tensors(result))
         return result
 
+    def numbers(self, tensor: Tensor) -> list[int] | None:
+        """Return what a tensor on the device holds where that is known."""
+        return self.values.numbers(tensor)
+
     def start(self, *kept: Tensor) -> None:
         """Forget what was counted so far. Tensors that are kept from it count no memory."""
         self.memory.exclude(kept)

@@ -69,6 +69,8 @@ class KnownValues:
             with _disable_current_modes():
                 in_turn = torch.arange(result[1].numel()).remainder(args[0].shape[-1])
                 self._values[result[1]] = in_turn.reshape(result[1].shape).to(result[1].dtype)
+        elif name == "npu_moe_init_routing_v2":
+            self._count_rows(args[1], kwargs, result[2])
         elif collectives.is_collective(operator):
             self._communicate(operator, args)
         elif operator.namespace == "aten":
@@ -79,13 +81,18 @@ class KnownValues:
         """Return arguments with lists in the place of lengths on the host, where they are known."""
 
         def listed(fake: FakeTensor) -> Any:
-            value = self._values.get(fake) if fake.device.type == "cpu" and fake.dim() == 1 else None
-            if value is None:
-                return fake
-            with _disable_current_modes():
-                return value.tolist()
+            numbers = self.numbers(fake) if fake.device.type == "cpu" and fake.dim() == 1 else None
+            return fake if numbers is None else numbers
 
         return tree_map_only(FakeTensor, listed, (args, kwargs))
+
+    def numbers(self, tensor: Tensor) -> Any:
+        """Return what a tensor holds as a list; None where that is not known."""
+        value = self._value(tensor)
+        if value is None:
+            return None
+        with _disable_current_modes():
+            return value.tolist()
 
     def read_at_once(self) -> AbstractContextManager:
         """Let ``tolist()`` wait once, as on a device; fake tensors read one value after the other."""
@@ -115,6 +122,16 @@ class KnownValues:
             operator(*args, **kwargs)
             self._written.add(call)
         return out
+
+    def _count_rows(self, experts: Tensor, options: dict, counts: Tensor) -> None:
+        """Learn how many rows go to each active expert, where an operator counts them and it is known."""
+        known = self._value(experts)
+        is_counted = options.get("expert_tokens_num_type") == 1 and options.get("drop_pad_mode", 0) == 0
+        if known is None or not is_counted:
+            return
+        first, behind = options.get("active_expert_range") or (0, options["expert_num"])
+        with _disable_current_modes():
+            self._values[counts] = known.flatten().bincount(minlength=options["expert_num"])[first:behind]
 
     def _communicate(self, operator: OpOverload, args: tuple) -> None:
         """Forget what a collective writes, unless it exchanges equal parts.

@@ -110,22 +110,22 @@ def _masked(kernel_mask: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores.float().softmax(-1).to(v.dtype) @ v).transpose(1, 2)
 
 
-def _causal_mask(f: Callable, queries: Tensor, keys: Tensor, padded: int = 0) -> Any:
-    """Describe the mask of the last queries among all keys, of which the first are padding, by a function's package."""
+def _causal_mask(f: Callable, queries: Tensor, keys: Tensor, padding: range = range(0)) -> Any:
+    """Describe the mask of the last queries among all keys, of which some are padding, by a function's package."""
     package = sys.modules[f.__module__.rpartition(".")[0]]
     (batch, count), among, device = queries.shape[:2], keys.shape[1], queries.device
-    kept = (torch.arange(among, device=device) >= padded).expand(batch, -1) if padded else None
+    kept = _kept(keys, padding).expand(batch, -1).to(device) if padding else None
     return package.attention_mask(batch, count, among, q_offset=among - count, attention_mask=kept, device=device)
 
 
-def _sums_of_chosen(f: Callable, q: Tensor, k: Tensor, w: Tensor, padded: int = 0) -> Tensor:
+def _sums_of_chosen(f: Callable, q: Tensor, k: Tensor, w: Tensor, padding: range = range(0)) -> Tensor:
     """Add up the keys that an indexer chooses for each query among those that it sees."""
-    return _sums(f(q, k, w, _causal_mask(f, q, k, padded), len(CHOSEN)), k, _seen(q, k, padded))
+    return _sums(f(q, k, w, _causal_mask(f, q, k, padding), len(CHOSEN)), k, _seen(q, k, padding))
 
 
-def _exact_sums_of_chosen(q: Tensor, k: Tensor, w: Tensor, padded: int = 0) -> Tensor:
+def _exact_sums_of_chosen(q: Tensor, k: Tensor, w: Tensor, padding: range = range(0)) -> Tensor:
     scores = torch.einsum("bqh,bqhk->bqk", w, torch.einsum("bqhd,bkd->bqhk", q, k).relu())
-    seen = _seen(q, k, padded)
+    seen = _seen(q, k, padding)
     return _sums(scores.masked_fill(~seen, -torch.inf).topk(len(CHOSEN)).indices, k, seen)
 
 
@@ -134,9 +134,13 @@ def _sums(indices: Tensor, k: Tensor, seen: Tensor) -> Tensor:
     return chosen.scatter(-1, indices.long(), 1.0).mul(seen.to(k.device)) @ k
 
 
-def _seen(q: Tensor, k: Tensor, padded: int = 0) -> Tensor:
+def _seen(q: Tensor, k: Tensor, padding: range = range(0)) -> Tensor:
     causal = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
-    return causal & (torch.arange(k.shape[1]) >= padded)
+    return causal & _kept(k, padding)
+
+
+def _kept(k: Tensor, padding: range) -> Tensor:
+    return torch.tensor([place not in padding for place in range(k.shape[1])])
 
 
 def _to_chosen(f: Callable, q: Tensor, latents: Tensor, rope: Tensor) -> Tensor:
@@ -188,12 +192,16 @@ FUNCTIONS = (
     *(
         _function(
             "top_k_keys",
-            partial(_sums_of_chosen, padded=3),
-            partial(_exact_sums_of_chosen, padded=3),
-            drawn((1, queries, 16, 128), (1, 13, 128), (1, queries, 16)),
-            f"padding before {what}",
+            partial(_sums_of_chosen, padding=padding),
+            partial(_exact_sums_of_chosen, padding=padding),
+            drawn((rows, queries, 16, 128), (rows, 13, 128), (rows, queries, 16)),
+            f"padding {where}",
         )
-        for queries, what in ((13, "a prompt"), (1, "one token"))
+        for rows, queries, padding, where in (
+            (1, 13, range(3), "before a prompt"),
+            (2, 1, range(3), "before one token"),
+            (2, 1, range(2, 5), "between keys of one token"),
+        )
     ),
     _function("attend_chosen", _to_chosen, _exact_to_chosen, drawn((1, 9, 4, 576), (1, 13, 512), (1, 13, 64))),
     _function("attention_forward", _of_module, _causal, drawn(*HEADS)),

@@ -14,16 +14,25 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32At
 import kernels_ext_npu
 from kernels_ext_npu.inspection.counting.dispatch import Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
-from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.measuring.roofline import SOCS
 
 pytestmark = pytest.mark.usefixtures("registered")
 TOKENS = 2**15
+PLACES = torch.arange(TOKENS + 4).unsqueeze(0)
+KEPT = {
+    "without a mask": None,
+    "nothing is padding": PLACES[:, : TOKENS + 2] >= 0,
+    "padding before": PLACES[:, : TOKENS + 3] >= 100,
+    "a gap": PLACES[:, : TOKENS + 4] != 100,
+}
 
 
 @pytest.mark.parametrize("operators", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_layer_of_deepseek_v32_at_32k_tokens(monkeypatch, operators: bool) -> None:
-    """A prompt holds less than 3 GB beyond its inputs; by operators a token moves weights, index keys, latents."""
+    """A prompt holds less than 3 GB beyond its inputs; by operators a token moves weights, index keys, latents.
+
+    Keys that it sees are copied where others lie between them.
+    """
     config = DeepseekV32Config()
     config._attn_implementation = "sdpa"
     kernel = kernels_ext_npu.load("FlashAttention")
@@ -49,10 +58,16 @@ def test_a_layer_of_deepseek_v32_at_32k_tokens(monkeypatch, operators: bool) -> 
         assert counts.peak <= 3e9
         weights = sum(parameter.nbytes for parameter in layer.parameters())
         index_keys, latents_read = TOKENS * 128 * 2, 2048 * 576 * 2
-        for keys, padding, copied in ((TOKENS + 1, None, 0), (TOKENS + 2, torch.ones(1, TOKENS + 2, device="npu"), 2)):
-            with Cost() as cost:
+        for number, (name, kept) in enumerate(KEPT.items(), 1):
+            keys, values = TOKENS + number, KnownValues()
+            padding = None
+            if kept is not None:
+                padding = values.learn(torch.zeros(1, keys, dtype=torch.bool, device="npu"), kept)
+            with Counting(values, SOCS["910b"]) as counting:
                 layer(x[:, :1], (table[:, :1],) * 2, mask(1, keys, padding), past_key_values=cache)
-            moved = cost.bytes.total() - weights - cost.bytes["cat"]  # what a growing cache is made anew of
+            assert counting.counts().waits == 0
+            moved = counting.bytes.total() - weights - counting.bytes["cat"]  # what a growing cache is made anew of
+            copied = 2 if name == "a gap" else 0  # read and written
             assert moved <= 1.3 * (index_keys + latents_read) + copied * index_keys or not operators
 
 

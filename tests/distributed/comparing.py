@@ -38,13 +38,8 @@ class Counted:
 
 @dataclass
 class Compared(Counted):
-    """How far training is from the truth.
-
-    Attributes:
-        largest: the largest absolute difference in loss, gradients and weights, and where it is.
-        relative: of the loss and all gradients of each step, and of the weights, the length of what is wrong by the
-            length of what is right.
-        worst: the same of the single parameter for which it is largest.
+    """How far training is from the truth: the largest absolute difference and where it is; relative to what is right,
+    the loss and all gradients of each step, and the weights; and the same of the parameter for which it is largest.
     """
 
     largest: dict[str, tuple[float, str]]

@@ -32,12 +32,9 @@ Wrap = Callable[[PreTrainedModel], nn.Module]
 
 @dataclass(frozen=True)
 class Engine:
-    """How a model is split.
+    """How a model is split: by what wraps a whole one on each device, or what transformers is told that loads shards.
 
-    Attributes:
-        wrap: what is done to a model that is loaded whole on the device of each process.
-        config: or what transformers is told; then it loads the shards.
-        replicas: how many different batches there are.
+    And how many different batches there are.
     """
 
     replicas: int

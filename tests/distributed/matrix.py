@@ -48,14 +48,7 @@ FUSED = {
 
 @dataclass(frozen=True)
 class Setup:
-    """Where an engine is tested.
-
-    Attributes:
-        ranks: how many processes there are.
-        models: what is trained.
-        backend: of the process group.
-        is_bfloat16: whether the engine computes in bfloat16.
-    """
+    """Where an engine is tested: on how many processes, with which models and backend, and whether in bfloat16."""
 
     ranks: int
     models: tuple[str, ...] = DENSE + MIXTURES

@@ -65,18 +65,11 @@ def compare(
     before: bool = False,
     alone: bool = True,
 ) -> dict[str, Any]:
-    """The largest differences between a module in parallel with kernels and one on the CPU without.
+    """Return the largest differences between a module in parallel with kernels and one on the CPU without, by name.
 
-    Args:
-        build: makes the module.
-        apply: makes it parallel.
-        inputs: the same on every rank.
-        before: whether kernels are swapped in before the module becomes parallel.
-        alone: whether to compare with the CPU; otherwise with the module in parallel without kernels, for what says
-            itself that one device computes something else.
-
-    Returns:
-        The differences by name, the rows of the report, and how often each operator was called.
+    And the rows of the report, and how often each operator was called. Kernels are swapped in ``before`` the module
+    becomes parallel, or afterwards. What is not compared ``alone`` is compared with the module in parallel without
+    kernels, for what says itself that one device computes something else.
     """
     original = seeded(build)
     module = copy.deepcopy(original).to("npu")

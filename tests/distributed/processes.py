@@ -39,18 +39,9 @@ class Processes:
     def run(
         self, function: Callable[..., Any], *args: Any, backend: str = "hccl", seconds: float = SECONDS, **kwargs: Any
     ) -> list[Any]:
-        """Call an importable function on every process.
+        """Call an importable function on every process, in a process group that exists, and return what each returned.
 
-        Args:
-            function: called as ``function(*args, **kwargs)`` in a process group that exists.
-            backend: of that group.
-            seconds: until all of them have to be done.
-
-        Returns:
-            What it returned, by rank. Tensors must be on the CPU.
-
-        Raises:
-            FailedOnRanksError: it raised, its process ended, or time was up.
+        Tensors must be on the CPU. Where it raises, its process ends, or time is up, that is a `FailedOnRanksError`.
         """
         if not self._workers:
             self._start()

@@ -40,17 +40,8 @@ def step(
 ) -> Tensors:
     """Train a step with kernels, and sum loss and gradients of all processes, which have to call this together.
 
-    Args:
-        framework: who splits.
-        folder: of the checkpoint.
-        attention: the implementation that the model names.
-        packed: whether the rows are one sequence.
-        withheld: what torch's context parallelism needs and the model is not given.
-        padding: how many tokens of padding there are in front of each row, and as many behind it.
-        hole: whether there is padding between tokens, too.
-        length: how many tokens of each row there are.
-        is_forward_called: whether the forward is called, and not the model.
-        more: what else the model is given.
+    ``withheld`` is what torch's context parallelism needs and the model is not given, ``padding`` how many tokens are
+    in front of each row and behind it, and a ``hole`` is one between tokens. ``more`` is given to the model.
     """
     kernels_ext_npu.register(everywhere=True)
     try:

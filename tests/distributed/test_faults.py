@@ -101,10 +101,7 @@ def test_a_process_that_waits_for_another_ends_with_a_message(
 def train_on_parts(how: str, place: str, folder: Path) -> None:
     """Train on parts of sequences; in the second step rank 1 is gone, and the others raise what they are told.
 
-    Args:
-        how: it goes.
-        place: where: in front of the second layer, or behind it on the way back.
-        folder: of the checkpoint.
+    It goes in front of the second layer, or behind it on the way back, as ``place`` says.
     """
     device = torch.device("npu", dist.get_rank())
     mesh = DeviceMesh.from_group(dist.new_group(timeout=datetime.timedelta(seconds=SHORT)), "npu")

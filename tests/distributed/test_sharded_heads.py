@@ -17,14 +17,9 @@ from tests.distributed.models import Tensors
 
 @dataclass
 class Looked:
-    """What one process found.
+    """What one process found: whether logits were deferred, why the head is not swapped, and logits of its rows.
 
-    Attributes:
-        is_deferred: whether the logits were not computed by the model.
-        reason: why the report says that the head is not swapped; None if it is.
-        rows: which rows of the batch this process had.
-        logits: of these rows.
-        gradients: of the weights of the head and the embedding, over all processes.
+    The gradients are of the weights of the head and the embedding, over all processes.
     """
 
     is_deferred: bool

@@ -16,20 +16,12 @@ WITH_WIDE_PARAMETERS = (*ALL, (HALF, FULL), (FP16, FULL))
 
 @dataclass(frozen=True)
 class Case:
-    """Hold a call of an operator, and what it computes.
+    """Hold a call of an operator, of tensors on the NPU, and its formula, of those on the CPU in float64.
 
-    Attributes:
-        call: takes tensors on the NPU.
-        formula: takes them on the CPU, in float64; what it does not return is not compared.
-        shapes: of the tensors.
-        dtypes: of the tensors, the last one for all that are left, once for each run.
-        roundings: of a result to its dtype; the sums behind it are float32.
-        gradients: roundings of a gradient, None where the operator has none.
-        of: the results that are differentiated.
-        absolute: what float32 leaves of terms that cancel in a result.
-        sums: the same for a gradient, relative to the largest.
-        cancels: whether roundings, too, are of the size of the largest.
-        scale: of the tensors.
+    ``dtypes`` are for one run each, of the tensors, the last for all that are left. ``roundings`` of a result to its
+    dtype, and those of gradients, None where there are none; ``of`` are the results that are differentiated.
+    ``absolute`` is what float32 leaves of terms that cancel in a result, ``sums`` the same for a gradient, relative to
+    the largest; where it ``cancels``, roundings are of that size, too.
     """
 
     call: Callable[..., Tensor | tuple[Tensor, ...]]

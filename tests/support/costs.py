@@ -45,15 +45,9 @@ def costs(prepare, model_type: str, tokens: int, **sizes: int) -> tuple[Cost, Co
 def published(
     name: str, tokens: int = 4096, prepare: Callable[[PreTrainedModel], object] = kernels_ext_npu.kernelize
 ) -> Iterator[tuple[PreTrainedModel, Callable[..., Counts]]]:
-    """Build a published model in bfloat16 on fake tensors.
+    """Build a published model in bfloat16 on fake tensors, prepared, for one row of tokens.
 
-    Args:
-        name: one of model_configs/published.
-        tokens: of the one row of inputs.
-        prepare: what is done to the model.
-
-    Yields:
-        The model, and what counts a phase of it, "forward" or "step", by `count` or by what is given in its place.
+    Yields it, and what counts a phase of it, "forward" or "step", by `count` or by what is given in its place.
     """
     values, found = KnownValues(), subject.find(name)
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -13,16 +13,13 @@ def draw(
     keys: str = "any",
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """Draw q, k, v, g and beta on the CPU.
+    """Draw q, k, v, g and beta on the CPU; all but g, which is float32, have the dtype.
 
     Args:
-        seed: of the generator.
         shape: B, T, heads of q and k, heads of v, K, V.
-        by_channel: whether every channel has a gate.
         gates: ``none``, ``small``, down to -1, or ``large``, down to -300 for some tokens.
         betas: ``any`` between 0 and 1, ``zero``, ``one``, ``two``, or ``mixed`` of these three.
         keys: ``any``, ``equal`` for all tokens, or ``near`` to that.
-        dtype: of all but g, which is float32.
     """
     generator = torch.Generator().manual_seed(seed)
     batch, length, groups, heads, key, value = shape

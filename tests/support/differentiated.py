@@ -24,13 +24,9 @@ LIMIT = 0.75  # of the clipped SwiGLU: some values are beyond it
 
 
 class Case(NamedTuple):
-    """Hold a function of a kernel, and what it computes.
+    """Hold a function of a kernel, of tensors on the NPU, and its formula, of those on the CPU in float64.
 
-    Attributes:
-        ours: takes tensors on the NPU.
-        formula: takes tensors on the CPU, in float64.
-        shapes: of the tensors.
-        is_node: whether it is a node of autograd, which torch.func and forward derivatives do not take.
+    A node of autograd is what torch.func and forward derivatives do not take.
     """
 
     ours: Callable[..., Tensor]

@@ -58,11 +58,7 @@ class Forks:
     ) -> subprocess.CompletedProcess[str]:
         """Run code, or what ``arguments`` name, as an interpreter does, with inherited and given variables.
 
-        Returns:
-            Its status, output and errors.
-
-        Raises:
-            RuntimeError: it could not be forked, with what those that it is forked from have printed.
+        A RuntimeError has what those that it is forked from have printed.
         """
         if self._of_torch is None:
             self._of_torch = self._serving(partial(self._start, inherited))

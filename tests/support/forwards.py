@@ -24,15 +24,9 @@ Call = Callable[[], object]
 
 
 class Compared(NamedTuple):
-    """What three sides make of one module or function.
+    """What three sides make of one module or function: ours, LLaMA-Factory's and transformers' own.
 
-    Attributes:
-        ours: the forward of our kernel.
-        theirs: LLaMA-Factory's.
-        original: transformers' own.
-        arguments: of all three.
-        trained: how many of the arguments, the first ones, take a gradient where they are trained.
-        module: whose parameters take gradients too; None for a function.
+    The first arguments, as many as are ``trained``, take gradients in training, and so do parameters of the module.
     """
 
     ours: Forward
@@ -43,13 +37,9 @@ class Compared(NamedTuple):
     module: nn.Module | None = None
 
     def steps(self, training: bool) -> tuple[list[Call], Call]:
-        """What can be counted or timed, where gradients are on as it says.
+        """What can be counted or timed: a forward, or in training that and a backward.
 
-        Args:
-            training: forward and backward; otherwise a forward.
-
-        Returns:
-            A step of each side, in the order of the attributes, and what comes before each step: gradients are gone.
+        Returns a step of each side, in their order, and what comes before each step: gradients are gone.
         """
         arguments = [a.detach().requires_grad_(training and i < self.trained) for i, a in enumerate(self.arguments)]
         parameters = [] if self.module is None else list(self.module.train(training).parameters())

@@ -28,13 +28,9 @@ def launched(function: Callable[[], object]) -> dict[str, int]:
 def assert_float64s(
     ours: Callable[..., Tensor], formula: Callable[..., Tensor], tensors: Sequence[Tensor], tolerance: float
 ) -> None:
-    """Compare a result, and the gradients of all that it is made of, with those of a formula in float64.
+    """Compare a result, and the gradients of all that it is made of, with those of a formula in float64 on the CPU.
 
-    Args:
-        ours: what is called with the tensors on the NPU.
-        formula: what is called with them in float64 on the CPU.
-        tensors: all of one dtype, which results and gradients have to have.
-        tolerance: relative to the norm of each.
+    The tensors are of one dtype, which results and gradients have to have; the tolerance is relative to their norms.
     """
     leaves, truth = ([move(t.detach()).requires_grad_() for t in tensors] for move in (Tensor.npu, Tensor.double))
     y, expected = ours(*leaves), formula(*truth)

@@ -6,18 +6,7 @@ from typing import Any
 def sizes(
     hidden: int, inner: int, heads: int, keys: int, width: int, layers: int, words: int, **others: Any
 ) -> dict[str, Any]:
-    """Return the options of a config.
-
-    Args:
-        hidden: the size of hidden states.
-        inner: that between the projections of an MLP.
-        heads: of queries.
-        keys: heads of keys and values.
-        width: the size of a head.
-        layers: how many there are.
-        words: of the vocabulary.
-        others: go into the config as they are.
-    """
+    """Return the options of a config: ``inner`` is the size inside an MLP, ``width`` and ``keys`` are of heads."""
     return others | {
         "hidden_size": hidden,
         "intermediate_size": inner,

@@ -24,11 +24,7 @@ def swapped(*modules: nn.Module) -> list[nn.Module]:
 def results(module: nn.Module, *arguments: Tensor, call: Callable | None = None, **options: object) -> list:
     """Return the result or results, and the gradients of arguments and parameters; None for those that have none.
 
-    Args:
-        module: what is called, unless ``call`` is.
-        arguments: copies of them have gradients, where they are floating.
-        call: takes the arguments in place of the module.
-        options: go on to what is called.
+    Copies of the floating arguments have gradients. ``call`` takes them in place of the module.
     """
     leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in arguments]
     module.zero_grad()
@@ -61,14 +57,8 @@ def assert_no_further(found: Sequence, own: Sequence, truth: Sequence, slack: fl
     """Compare dtypes, and distances from float64 with those of the original.
 
     They are root mean squares over all tensors, relative to the norm of each: single ones are too small to compare
-    roundings by, and gradients of single numbers, which are sums that all but cancel, are left out.
-
-    Args:
-        found: of the kernel.
-        own: of the original.
-        truth: of the original, in float64.
-        slack: what the distance of the original may be exceeded by, relative to it.
-        least: a distance that is always allowed.
+    roundings by, and gradients of single numbers, which are sums that all but cancel, are left out. ``slack`` is what
+    the distance of the original may be exceeded by, relative to it, and ``least`` is always allowed.
     """
     assert [None if t is None else t.dtype for t in found] == [None if t is None else t.dtype for t in own]
     compared = [place for place, t in enumerate(truth) if t is not None and t.numel() > 1]

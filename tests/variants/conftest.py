@@ -6,7 +6,7 @@ also those that the tree leaves out.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -43,11 +43,9 @@ def kernels(repositories: Path) -> dict[str, ModuleType]:
 
 
 @pytest.fixture
-def registered(repositories: Path) -> Iterator[None]:
+def registered(repositories: Path) -> None:
     """A registration of these, which ends with the test."""
     kernels_ext_npu.register(source=repositories)
-    yield
-    kernels_ext_npu.unregister()
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def cached(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> Find
     """The check of the cache alone, for kernels from the Hub."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found = run(copies_and_cache, 30, source="hub", torch="2.13", cann="9.1", arch="x86_64")
+    found = run(copies_and_cache, 60, source="hub", torch="2.13", cann="9.1", arch="x86_64")
     seen = faults.observed(repositories=found)
     seen.source = "hub"
     return kernel_files.cache(seen)

@@ -14,10 +14,12 @@ from kernels_ext_npu.catalogue import REPOSITORIES, in_words
 from kernels_ext_npu.doctor import examination, findings, installed_packages
 from kernels_ext_npu.doctor.checks import device, kernel_files, libraries, python_and_torch, register_effect
 from kernels_ext_npu.doctor.findings import Verdict
-from kernels_ext_npu.doctor.observations import Outcome, run
+from kernels_ext_npu.doctor.observations import START, Outcome, run
 from kernels_ext_npu.doctor.probes import copies_and_cache, hardware_and_cann, swapped_and_compared, torch_npu_alone
 from kernels_ext_npu.machine import description
 from tests.support import doctor_faults as faults
+
+LIMITS = 2, 10, 60  # seconds: a machine that is busy may take the first to start Python
 
 
 @pytest.fixture(autouse=True)
@@ -43,15 +45,17 @@ def packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ("import os; os._exit(7)", "import torch: the process ended by itself with code 7"),
         ("import sys; sys.exit('enough')", "import torch: SystemExit: enough"),
         ("raise OSError('libc10.so: nothing')", "import torch: OSError: libc10.so: nothing"),
-        ("import time; print('late'); time.sleep(60); open(ENDED, 'w')", "import torch: no end after 2 s"),
+        ("import time; print('late'); time.sleep(60); open(ENDED, 'w')", "import torch: no end after {} s"),
     ],
 )
 def test_what_a_probe_dies_of_is_told(packages: Path, tmp_path: Path, torch: str, failure: str) -> None:
     ended = tmp_path / "ended"
     faults.module(packages, "torch", torch.replace("ENDED", repr(str(ended))), "2.13.0")
-    outcome = run(torch_npu_alone, 2)
+    for limit in LIMITS:
+        if (outcome := run(torch_npu_alone, limit)).step != START:
+            break
     assert not ended.exists()  # nobody waited for it
-    assert outcome.failure == failure
+    assert outcome.failure == failure.format(limit)
     finding = python_and_torch.torch(faults.observed(torch=outcome))
     assert finding.verdict is Verdict.PROBLEM
     assert "torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" in finding.commands[0]
@@ -62,9 +66,12 @@ def test_nothing_is_left_of_a_probe_that_hangs(packages: Path, tmp_path: Path) -
     code = f"import os, time; os.fork(); print(os.getpid(), file=open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w'));"
     code += f"time.sleep(60); open({str(tmp_path / 'ended')!r}, 'w')"
     faults.module(packages, "torch", code)
-    assert run(torch_npu_alone, 2).hung
-    started = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
-    assert len(started) == 2
+    started: list[int] = []
+    for limit in LIMITS:
+        if len(started) < 2:
+            assert run(torch_npu_alone, limit).hung
+            started = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
+    assert len(started) >= 2
     while any(map(is_running, started)):
         time.sleep(0.1)
     assert not (tmp_path / "ended").exists()
@@ -82,7 +89,7 @@ def test_a_cuda_build_that_cannot_even_be_imported_is_named(packages: Path) -> N
     faults.module(packages, "torch", "raise ImportError('libcudart.so.13: cannot open shared object file')", "2.13.0")
     version = "from typing import Optional\n__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n"
     (packages / "torch" / "version.py").write_text(version)
-    finding = python_and_torch.torch(faults.observed(torch=run(torch_npu_alone, 10)))
+    finding = python_and_torch.torch(faults.observed(torch=run(torch_npu_alone, 60)))
     assert finding.summary == "2.13.0 is a build for CUDA 13.0"
     assert finding.see == python_and_torch.WRONG_BUILD
 
@@ -103,7 +110,7 @@ def test_an_interrupt_does_not_wait_for_what_hangs(tmp_path: Path) -> None:
 def test_what_libraries_print_is_no_result(packages: Path) -> None:
     source = "import os; os.write(1, b'{\"facts\": {\"devices\": 5}}\\n'); __version__ = '2.13.0'; version = None"
     faults.module(packages, "torch", source)
-    assert "devices" not in run(torch_npu_alone, 10).facts
+    assert "devices" not in run(torch_npu_alone, 60).facts
 
 
 # ---- packages --------------------------------------------------------------------------------------------------------
@@ -191,7 +198,7 @@ def test_requirements_of_the_package_are_the_declared_ones() -> None:
 def test_versions_of_cann(monkeypatch, tmp_path: Path, version: str | None, verdict: Verdict, words: str) -> None:
     home = faults.cann(tmp_path / "toolkit" / "latest", version)
     monkeypatch.setenv("ASCEND_HOME_PATH", str(home))
-    finding = device.cann(faults.observed(disk=run(hardware_and_cann, 20)))
+    finding = device.cann(faults.observed(disk=run(hardware_and_cann, 60)))
     assert (finding.verdict, finding.summary) == (verdict, words.format(home=home))
     if verdict is Verdict.PROBLEM:
         assert "InvalidVersion" in str(finding.advice)
@@ -213,7 +220,7 @@ def test_what_kernels_reads_is_what_it_reads(monkeypatch) -> None:
 
 def test_a_folder_of_cann_that_does_not_exist(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "gone"))
-    finding = device.cann(faults.observed(disk=run(hardware_and_cann, 20)))
+    finding = device.cann(faults.observed(disk=run(hardware_and_cann, 60)))
     assert finding.verdict is Verdict.PROBLEM
     assert f"ASCEND_HOME_PATH is {tmp_path}/gone, which is no folder" == finding.summary
 
@@ -224,7 +231,7 @@ def test_torch_npu_with_cann_but_without_a_device(monkeypatch, tmp_path: Path) -
     environment = faults.played_cann(tmp_path, "10.0.0", devices=0)
     for name, value in (environment | {"ASCEND_RT_VISIBLE_DEVICES": "9"}).items():
         monkeypatch.setenv(name, value)
-    seen = faults.observed(disk=run(hardware_and_cann, 20), torch=run(torch_npu_alone, 60))
+    seen = faults.observed(disk=run(hardware_and_cann, 60), torch=run(torch_npu_alone, 60))
     assert seen.torch.failure is None
     assert python_and_torch.torch_npu(seen).verdict is Verdict.OK
     finding = device.device(seen)
@@ -253,7 +260,7 @@ def test_a_tool_of_the_driver_that_fails(monkeypatch, tmp_path: Path) -> None:
     (tmp_path / "npu-smi").write_text("#!/bin/sh\necho 'dcmi model initialized failed. ret is -8005'\nexit 255\n")
     (tmp_path / "npu-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    disk = run(hardware_and_cann, 20)
+    disk = run(hardware_and_cann, 60)
     finding = device.device(faults.observed(disk=disk, torch=Outcome(failure="import torch_npu: x")))
     assert finding.verdict is Verdict.PROBLEM
     assert finding.summary == "npu-smi info: it ended with 255: dcmi model initialized failed. ret is -8005"
@@ -295,7 +302,7 @@ def test_changed_kernels_and_a_source_that_is_none(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_used(monkeypatch, tmp_path: Path, variable: str) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(variable, str(tmp_path / "file") if variable == "HF_HOME" else "~/kernels")
-    seen = faults.observed(repositories=run(copies_and_cache, 30, source="hub", torch="2.13", cann=None, arch="x"))
+    seen = faults.observed(repositories=run(copies_and_cache, 60, source="hub", torch="2.13", cann=None, arch="x"))
     finding = kernel_files.cache(seen)
     assert finding.verdict is Verdict.WARNING  # register() does not need it
     assert finding.summary.startswith("KERNELS_CACHE is '~/kernels'" if variable != "HF_HOME" else f"{tmp_path}/file ")

@@ -174,14 +174,7 @@ class Steps(NamedTuple):
 
 
 def steps(found: Values, expected: Values, before: tuple[Values, Values], dtypes: dict[str, torch.dtype]) -> Steps:
-    """Compare by how much weights have changed.
-
-    Args:
-        found: the values of a side after a step.
-        expected: those of the other side.
-        before: those of both before it.
-        dtypes: those that the sides keep them in.
-    """
+    """Compare by how much the weights of a side have changed since ``before``; it keeps them in the dtypes."""
     changed = {name: value - before[1][name] for name, value in expected.items()}
     apart = [(found[name] - before[0][name] - change).norm() for name, change in changed.items()]
     rounded = [2 * torch.finfo(dtypes[name]).eps * value.norm() for name, value in expected.items()]

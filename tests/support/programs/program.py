@@ -15,13 +15,7 @@ from tests.support.programs.side import Shown, Side
 
 
 class Program:
-    """Does each act to a kernelized model on the NPU and to its twin on the CPU, and compares them.
-
-    Args:
-        variant: which model it starts with.
-        folder: where acts write files.
-        kernels: whether the model has kernels from the start.
-    """
+    """Does each act to a kernelized model on the NPU and to its twin on the CPU, and compares them."""
 
     def __init__(self, variant: str, folder: Path, kernels: bool = True) -> None:
         self.variant, self.folder = variant, folder

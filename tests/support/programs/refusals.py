@@ -31,11 +31,7 @@ HALF_DONE = {"swap_parameters_in_conversions"}
 def judge(program: Program, name: str, seed: int, refused: dict[str, Exception | None]) -> None:
     """Accept a refusal and let go of it, or raise it. After one that is not the same for both the program is over.
 
-    Args:
-        program: up to the act.
-        name: of the act.
-        seed: of the act.
-        refused: what each side raised, if it did; it is taken out, since it keeps what was computed until then.
+    What each side raised is taken out, since it keeps what was computed until then.
     """
     error = refused.pop("npu", None)
     of_twin = type(refused.pop("cpu", None))

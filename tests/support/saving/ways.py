@@ -18,12 +18,9 @@ WAYS: dict[str, Way] = {}
 
 @dataclass(frozen=True)
 class Way:
-    """One way to save a model and load it again.
+    """One way to save a model of some kinds and load it again, with the public names that it goes through.
 
-    Attributes:
-        save: takes a model and an empty folder, writes the one into the other, and returns what loads it.
-        names: the public names that it goes through.
-        kinds: the models that it can save.
+    It saves to an empty folder, and gives what loads from there.
     """
 
     save: Saving

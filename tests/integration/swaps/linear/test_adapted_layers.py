@@ -1,7 +1,7 @@
 """peft's layers with adapters: served as one node, alone and with others of one input, and left to peft otherwise."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,10 +36,8 @@ class Attention(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
+def _registered() -> None:
     kernels_ext_npu.register(kernels=["Linear"])
-    yield
-    kernels_ext_npu.unregister()
 
 
 def pair(

@@ -3,7 +3,7 @@
 import copy
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,10 +17,8 @@ from tests.support import zoo
 
 
 @pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
+def _registered() -> None:
     kernels_ext_npu.register(kernels=["Linear"])
-    yield
-    kernels_ext_npu.unregister()
 
 
 def attention_of(model: nn.Module) -> Attention:

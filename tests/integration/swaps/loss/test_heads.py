@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -24,10 +23,8 @@ from tests.support import zoo
 
 
 @pytest.fixture(autouse=True)
-def _registered() -> Iterator[None]:
+def _registered() -> None:
     kernels_ext_npu.register(kernels=["CrossEntropy"])
-    yield
-    kernels_ext_npu.unregister()
 
 
 def pair() -> tuple[PreTrainedModel, PreTrainedModel]:

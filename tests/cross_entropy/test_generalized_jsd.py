@@ -226,6 +226,7 @@ def test_the_host_does_not_wait(kernel: ModuleType) -> None:
     [
         ({"teacher_weight": torch.ones(41, 5)}, ValueError, "40 words, teacher_weight 41: both heads need the same"),
         ({"teacher_weight": torch.ones(40, 8)}, ValueError, r"teacher_weight must be \[V, 5\], got \[40, 8\]"),
+        ({"teacher_bias": torch.ones(1)}, ValueError, r"teacher_bias must be \[40\], got \[1\]"),
         ({"teacher_hidden_states": torch.ones(5, 5)}, ValueError, r"rows of teacher_hidden_states must be \[6\]"),
         ({"labels": torch.ones(2, 3)}, ValueError, r"labels must be \[6\]"),
         ({"teacher_hidden_states": torch.ones(6, 5).long()}, TypeError, "floating point"),

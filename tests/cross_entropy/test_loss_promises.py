@@ -152,6 +152,8 @@ def test_memory_that_was_not_written_is_not_read(kernel: ModuleType, poisoned_me
         ({"labels": torch.rand(TOKENS)}, TypeError, "labels must be integers"),
         ({"labels": torch.ones(3, dtype=torch.long)}, ValueError, r"labels \[N\]"),
         ({"weight": torch.ones(WORDS, 3)}, ValueError, r"weight must be \[V, 8\]"),
+        ({"bias": torch.ones(WORDS - 1)}, ValueError, rf"bias must be \[{WORDS}\], got \[{WORDS - 1}\]"),
+        ({"bias": torch.ones(1)}, ValueError, rf"bias must be \[{WORDS}\]"),
         ({"hidden_states": torch.ones(TOKENS, HIDDEN, dtype=torch.long)}, TypeError, "floating point"),
         ({"pieces": 0}, ValueError, "at least 1"),
     ],

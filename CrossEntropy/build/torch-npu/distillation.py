@@ -181,7 +181,9 @@ def linear_generalized_jsd(
         >>> linear_generalized_jsd(hidden, heads[0], teacher, heads[1], beta=0.1).backward()
     """
     name = "linear_generalized_jsd"
-    _check(name, hidden_states, weight, teacher_hidden_states, teacher_weight, labels, pieces)
+    _check(name, hidden_states, weight, teacher_hidden_states, teacher_weight, labels)
+    check_head(name, hidden_states, weight, bias, pieces)
+    check_head(name, teacher_hidden_states, teacher_weight, teacher_bias, pieces, "teacher_")
     if not 0 <= beta <= 1:
         raise ValueError(f"{name}: beta must be between 0 and 1, got {beta}")
     if not logit_scale:
@@ -226,13 +228,10 @@ def _check(
     teacher_hidden_states: Tensor,
     teacher_weight: Tensor,
     labels: Tensor | None,
-    pieces: int | None,
 ) -> None:
     for tensor in (hidden_states, teacher_hidden_states):
         if not tensor.is_floating_point():
             raise TypeError(f"{name}: expected floating point, got {tensor.dtype}")
-    check_head(name, hidden_states, weight, pieces)
-    check_head(name, teacher_hidden_states, teacher_weight, pieces, "teacher_weight")
     if weight.shape[0] != teacher_weight.shape[0]:
         raise ValueError(
             f"{name}: weight has {weight.shape[0]} words, teacher_weight {teacher_weight.shape[0]}: both heads need "

@@ -57,10 +57,14 @@ def check_labels(name: str, tokens: Tensor, labels: Tensor) -> None:
         raise ValueError(f"{name}: expected [N, ...] with labels [N], got {list(tokens.shape)}, {list(labels.shape)}")
 
 
-def check_head(name: str, hidden_states: Tensor, weight: Tensor, pieces: int | None, what: str = "weight") -> None:
-    """Refuse a weight that does not fit to hidden states ``[N, H]``, and fewer than one piece."""
+def check_head(
+    name: str, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, pieces: int | None, whose: str = ""
+) -> None:
+    """Refuse a weight and a bias that do not fit to hidden states ``[N, H]``, and fewer than one piece."""
     if weight.dim() != 2 or weight.shape[1] != hidden_states.shape[-1]:
-        raise ValueError(f"{name}: {what} must be [V, {hidden_states.shape[-1]}], got {list(weight.shape)}")
+        raise ValueError(f"{name}: {whose}weight must be [V, {hidden_states.shape[-1]}], got {list(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{name}: {whose}bias must be {list(weight.shape[:1])}, got {list(bias.shape)}")
     if pieces is not None and pieces < 1:
         raise ValueError(f"{name}: pieces must be at least 1, got {pieces}")
 

@@ -130,7 +130,7 @@ def linear_cross_entropy(
     """
     name = "linear_cross_entropy"
     check_labels(name, hidden_states, labels)
-    check_head(name, hidden_states, weight, pieces)
+    check_head(name, hidden_states, weight, bias, pieces)
     objective = objective_of(name, ignore_index, label_smoothing, z_loss, logit_scale, softcap)
     check_reduction(name, reduction, num_items)
     labels = labels.long()

@@ -119,7 +119,7 @@ def linear_log_probs_and_entropy(
     check_rows(name, hidden_states, "labels", labels.shape)
     shape, hidden_states, labels = labels.shape, hidden_states.reshape(-1, hidden_states.shape[-1]), labels.flatten()
     check_labels(name, hidden_states, labels)
-    check_head(name, hidden_states, weight, pieces)
+    check_head(name, hidden_states, weight, bias, pieces)
     objective = objective_of(name, ignore_index, 0.0, 0.0, logit_scale, softcap)
     labels = labels.long()
     hidden_states, weight, bias = as_autocast(hidden_states, weight, bias)

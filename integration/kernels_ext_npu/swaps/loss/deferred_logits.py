@@ -106,10 +106,11 @@ def defer(product: Product) -> DeferredLogits:
 
 def _follow(logits: DeferredLogits, step: Step) -> DeferredLogits:
     """Return what a step makes of logits, without looking at them."""
+    product = logits.product  # hooks of saved tensors may look at a twin, and with it at these logits
     twin = _twin(logits) if step.name == "tanh" else None
     make = _maker(step.on_meta(logits), logits.device)
     made = Follow.apply(logits if twin is None else twin, step, make, twin)
-    made.call, made.product, made.steps, made.before = logits.call, logits.product, (*logits.steps, step), logits
+    made.call, made.product, made.steps, made.before = logits.call, product, (*logits.steps, step), logits
     made.call.logits.append(weakref.ref(made))
     return made
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, GPT2Config, PreTrainedModel
 
 import kernels_ext_npu
@@ -40,6 +43,15 @@ def batch(model: PreTrainedModel, seed: int = 0) -> Batch:
 def assert_close(found: Tensor, expected: Tensor) -> None:
     found, expected = found.detach().cpu(), expected.detach()
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()))
+
+
+def assert_same_gradients(ours: PreTrainedModel, model: PreTrainedModel) -> None:
+    expected = {path: parameter.grad for path, parameter in model.named_parameters() if parameter.grad is not None}
+    largest = max((float(grad.abs().max()) for grad in expected.values()), default=0)
+    for path, parameter in ours.named_parameters():
+        assert (parameter.grad is None) == (path not in expected), path
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad.cpu(), expected[path], rtol=0, atol=TOLERANCE * largest)
 
 
 def backward(model: PreTrainedModel, given: Batch) -> Any:
@@ -270,12 +282,36 @@ def test_gradients_of_logits_are_ordinary_ones(ask: Callable[[Any], Tensor], nam
     """Those of weights, too, where the act leaves some."""
     ours, model = pair(name)
     assert_close(*(ask(one(**batch(one))) for one in (ours, model)))
-    expected = {path: parameter.grad for path, parameter in model.named_parameters() if parameter.grad is not None}
-    largest = max((float(grad.abs().max()) for grad in expected.values()), default=0)
-    for path, parameter in ours.named_parameters():
-        assert (parameter.grad is None) == (path not in expected), path
-        if parameter.grad is not None:
-            torch.testing.assert_close(parameter.grad.cpu(), expected[path], rtol=0, atol=TOLERANCE * largest)
+    assert_same_gradients(ours, model)
+
+
+def around_the_model(model: PreTrainedModel, given: Batch) -> Tensor:
+    embedded = model.get_input_embeddings()(given["input_ids"])
+    return checkpoint(lambda x: model(inputs_embeds=x, labels=given["labels"]).loss, embedded, use_reentrant=False)
+
+
+def saved_by(hooks: Callable[[], AbstractContextManager], model: PreTrainedModel, given: Batch) -> Tensor:
+    with hooks():
+        return model(**given).loss
+
+
+SAVED = {
+    "on the host": partial(saved_by, save_on_cpu),
+    "copied": partial(saved_by, partial(saved_tensors_hooks, Tensor.clone, lambda tensor: tensor)),
+    "computed again": around_the_model,
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "granite", "cohere", "gptj"])
+@pytest.mark.parametrize("how", SAVED)
+def test_hooks_may_look_at_what_is_kept_for_the_backward(how: str, name: str) -> None:
+    """They compute logits in the middle of the forward, between two of its steps."""
+    ours, model = pair(name)
+    found, expected = (SAVED[how](one, batch(one)) for one in (ours, model))
+    assert_close(found, expected)
+    found.backward()
+    expected.backward()
+    assert_same_gradients(ours, model)
 
 
 def test_the_report_says_that_a_held_output_was_computed() -> None:

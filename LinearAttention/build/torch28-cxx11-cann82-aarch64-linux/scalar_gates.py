@@ -51,10 +51,10 @@ def gradients_of_gates(
     sums = torch.bmm(of_products.pairs, beta) - beta * of_products.given + carried - passed
 
     between = between * beta.transpose(-1, -2)
-    grad_keys, grad_queries = (_summed(grad * between, shared) for grad in (of_products.keys, of_products.queries))
+    grad_keys, grad_queries = (_of_group(grad * between, shared) for grad in (of_products.keys, of_products.queries))
     grad_keys.diagonal(dim1=-2, dim2=-1).zero_()
-    grad_query = torch.baddbmm(_summed(of_led.query.mul_(lead), shared), grad_queries, key)
-    grad_key = _summed(of_led.trailed.mul_(trail * beta).addcmul_(of_led.key, lead, value=-1), shared)
+    grad_query = torch.baddbmm(_of_group(of_led.query.mul_(lead), shared), grad_queries, key)
+    grad_key = _of_group(of_led.trailed.mul_(trail * beta).addcmul_(of_led.key, lead, value=-1), shared)
     grad_key = torch.baddbmm(grad_key, grad_queries.transpose(-1, -2), query)
     grad_key = torch.baddbmm(grad_key, grad_keys + grad_keys.transpose(-1, -2), key, alpha=-1)
     return Gradients(grad_query, grad_key, sums, kept, passed.sum(1, keepdim=True))
@@ -65,7 +65,7 @@ def _weighted(x: Tensor, weights: Tensor, shared: int) -> Tensor:
     return (x.unsqueeze(1) * weights.unflatten(0, (-1, shared))).flatten(0, 1)
 
 
-def _summed(x: Tensor, shared: int) -> Tensor:
+def _of_group(x: Tensor, shared: int) -> Tensor:
     """Add up over the heads that share a key: ``[M / shared, C, D]``."""
     return x.unflatten(0, (-1, shared)).sum(1) if shared > 1 else x
 

@@ -129,6 +129,16 @@ def messages_of_attention(reach: int | None, gathers: bool) -> list[list[str]]:
     return [forward.events, backward.events]
 
 
+def groups_of_neighbours() -> tuple[list[int], list[int]] | None:
+    """Return who exchanges heads with a device of the last four, and who gathers its keys, with two neighbours each."""
+    rows = dist.init_device_mesh("npu", (dist.get_world_size() // 4, 4), mesh_dim_names=("dp", "cp"))
+    if rows["dp"].get_local_rank() == 0:
+        return None
+    mesh = rows["cp"]
+    heads, keys = Split(mesh.get_group(), mesh.get_local_rank(), mesh.size(), is_balanced=True).grouped(2)
+    return dist.get_process_group_ranks(heads.group), dist.get_process_group_ranks(keys.group)
+
+
 def _batch(packed: bool, length: int) -> list[tuple[Tensor, int]]:
     """Return tokens, labels, positions and what is no padding, each with what it is where there is padding."""
     ids = models.tokens(0)[:, :length]

@@ -96,6 +96,10 @@ def test_what_context_parallelism_does_not_compute_is_refused(
     ("model", "attention", "options"),
     [
         ("Gemma 3", None, {}),  # with one token to a block windows of four reach over several devices
+        # with two key heads two neighbours exchange heads, and gather keys of the other two
+        ("Qwen3", None, {"packed": True}),
+        ("Qwen3", NAME, {"padding": 2}),  # twelve tokens, of which each device has one block
+        ("gpt-oss", None, {"padding": 4}),  # blocks of two tokens; of two together a window of four sees three
         ("gpt-oss, no groups", None, {}),  # as many key heads as heads: devices exchange them, and sinks with them
         ("gpt-oss, no groups", NAME, {"padding": 4}),
         ("Kimi Linear", None, {}),
@@ -113,9 +117,14 @@ def eight_ranks() -> Iterator[Processes]:
     processes.stop()
 
 
-def test_devices_that_are_more_than_key_heads_get_one_each(eight_ranks, checkpoints, truths) -> None:
+def test_eight_devices_of_which_four_neighbours_share_four_key_heads(eight_ranks, checkpoints, truths) -> None:
     for found in eight_ranks.run(splitting.step, "torch", checkpoints["Qwen3, groups"], None, packed=True):
         assert_equal(found, truths["Qwen3, groups"])
+
+
+def test_groups_of_neighbours_do_not_wait_for_devices_that_have_other_rows(eight_ranks) -> None:
+    found = eight_ranks.run(splitting.groups_of_neighbours, seconds=20)
+    assert found == [None] * 4 + [([4, 5], [4, 6]), ([4, 5], [5, 7]), ([6, 7], [4, 6]), ([6, 7], [5, 7])]
 
 
 def test_devices_that_are_more_than_heads_of_a_recurrence_are_refused(eight_ranks, checkpoints) -> None:

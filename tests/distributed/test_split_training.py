@@ -59,8 +59,8 @@ def test_ten_steps(model, layout, attention, two_ranks, checkpoints, trained) ->
         assert_trained_alike(found, trained[model])
 
 
-def test_ten_steps_with_experts_on_other_devices(four_ranks, checkpoints, trained) -> None:
+@pytest.mark.parametrize(("model", "layout"), [("Qwen3-MoE", "packed"), ("gpt-oss", "padded")])
+def test_ten_steps_with_experts_on_other_devices(model, layout, four_ranks, checkpoints, trained) -> None:
     """Two share rows, two share experts, and FSDP2 shards all other weights over four."""
-    arguments = checkpoints["Qwen3-MoE"], False, "packed", None
-    for found in four_ranks.run(split_training.split, *arguments, experts=2):
-        assert_trained_alike(found, trained["Qwen3-MoE"])
+    for found in four_ranks.run(split_training.split, checkpoints[model], False, layout, None, experts=2):
+        assert_trained_alike(found, trained[model])

@@ -297,6 +297,25 @@ def test_chosen_keys_of_an_indexer(kernel: ModuleType) -> None:
     assert (out.cpu().double() - seen_by(q, k, v, seen)).abs().max() <= 2**-20
 
 
+@pytest.mark.parametrize("name", [None, "causal", "sliding", "chunked", "blocks of images", "prefix"])
+def test_chosen_keys_in_packed_sequences(kernel: ModuleType, name: str | None) -> None:
+    """A query sees what was chosen, of what the mask and the lengths of the caller leave it."""
+    q, k, v = (torch.randn(2, 2, TOKENS, 8, generator=torch.Generator().manual_seed(s)) for s in range(3))
+    chosen = torch.rand(2, TOKENS, TOKENS, generator=torch.Generator().manual_seed(3)).topk(5).indices
+    chosen[..., 0] = torch.arange(TOKENS)
+    seen = torch.zeros(2, TOKENS, TOKENS, dtype=torch.bool).scatter(-1, chosen, True).unsqueeze(1)
+    seen &= (SEVERAL.unsqueeze(-1) == SEVERAL.unsqueeze(-2)).unsqueeze(1)
+    function, one_by_one = functions()[name or "causal"]
+    options = {"mask_function": function, "use_vmap": one_by_one, "allow_is_causal_skip": False}
+    seen &= masking_utils.sdpa_mask(2, TOKENS, TOKENS, **options)
+    mask = None if name is None else kernel.attention_mask(2, TOKENS, TOKENS, **options, device="npu")
+    ends = torch.tensor([0, 4, 9, 12, 18, 24]).int().npu()
+    out, _ = kernel.attention_forward(
+        Module(), *(t.npu() for t in (q, k, v)), mask, cu_seq_lens_q=ends, cu_seq_lens_k=ends, indices=chosen.npu()
+    )
+    assert (out.cpu().double() - seen_by(q, k, v, seen)).abs().max() <= 2**-20
+
+
 def test_biases_of_positions_are_added_to_scores(kernel: ModuleType) -> None:
     q, k, v = (torch.randn(2, 2, TOKENS, 8, generator=torch.Generator().manual_seed(s)) for s in range(3))
     bias = torch.randn(1, 2, TOKENS, TOKENS, generator=torch.Generator().manual_seed(3))

@@ -93,6 +93,18 @@ def test_what_is_rounded_once_is_float64_but_for_that(kernel: ModuleType, activa
 
 @LAYERS
 @EACH
+@pytest.mark.parametrize("order", [(1, 0, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2)])
+def test_gradients_may_lie_in_any_order(kernel: ModuleType, layer: str, activation: str, order) -> None:
+    """As they do behind a transpose: they are those of the same gradient in the order of x."""
+    norm, (x, gate, grad) = ours(kernel, layer, activation, torch.bfloat16), drawn(torch.bfloat16)
+    lying = grad.npu().permute(order).contiguous().permute([order.index(dim) for dim in range(4)])
+    assert not lying.is_contiguous()
+    for found, expected in zip(results(norm, x, gate, lying), results(norm, x, gate, grad)):
+        assert torch.equal(found, expected)
+
+
+@LAYERS
+@EACH
 def test_what_is_given_is_kept_alone(kernel: ModuleType, layer: str, activation: str) -> None:
     """And a value a row: in steps it would be x, its norm and the gate in float32."""
     norm, (x, gate, _) = ours(kernel, layer, activation, torch.bfloat16), drawn(torch.bfloat16)

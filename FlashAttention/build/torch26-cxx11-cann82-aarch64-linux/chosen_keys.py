@@ -16,6 +16,7 @@ from .description import MaskDescription
 from .in_torch import outside, softmax
 from .limits import of_one_dtype, reads_chosen_in_place
 from .options import Band
+from .packing import Packing
 
 BYTES = 2**28  # of what is made for some queries at a time
 ABSENT = -1  # an index for which there is no key
@@ -55,28 +56,34 @@ def attend_chosen(
         return ChosenAttention.apply(query, latents, rope, sink, indices, mask, scale)
 
 
-def left_out_beside(indices: Tensor, seen: Band | Tensor, mask: Any, keys: int) -> Iterator[tuple[slice, Tensor]]:
+def left_out_beside(
+    indices: Tensor, seen: Band | Packing | Tensor, mask: Any, keys: int, sequences: tuple[Tensor, Tensor] | None
+) -> Iterator[tuple[slice, Tensor]]:
     """Yield some queries after the other, with what is left out for them: what was not chosen, or not seen.
 
     Args:
         indices: ``[B, S_q, k]``, the keys of a query.
-        seen: which keys the queries see; a band, or what is left out, ``[B or 1, N or 1, S_q, S_k]``; where `mask` is a
-            description, what that says counts.
+        seen: which keys the queries see; what is left out, ``[B or 1, N or 1, S_q, S_k]``, or a band; unless it is the
+            former, what `mask` says counts where that is a description.
         mask: of the call.
         keys: how many there are.
+        sequences: which one each query is in, and each key, ``[B, 1, tokens]``: others are left out; None for one.
     """
     batch, queries, _ = indices.shape
-    if isinstance(seen, Band):
+    is_described = isinstance(mask, MaskDescription) and not isinstance(seen, Tensor)
+    if isinstance(seen, Band) and not is_described:
         seen = outside(seen, queries, keys, indices.device)
     for begin, end in in_budget(queries, batch * keys):
         rows = slice(begin, end)
         # uint8: CANN scatters bool on an AI CPU (ops-nn, scatter_elements.cpp, AICORE_910B_DTYPE_SUPPORT_LIST)
         left_out = torch.ones(batch, end - begin, keys, dtype=torch.uint8, device=indices.device)
         left_out = left_out.scatter_(-1, indices[:, rows].long(), 0).bool().unsqueeze(1)
-        if isinstance(mask, MaskDescription):
+        if is_described:
             left_out = left_out | ~mask.of_queries(begin, end)[..., :keys].to(indices.device)
         elif seen is not None:
             left_out = left_out | seen[..., rows, :]
+        if sequences is not None:
+            left_out = left_out | (sequences[0][..., rows].unsqueeze(-1) != sequences[1].unsqueeze(-2))
         yield rows, left_out
 
 

@@ -120,12 +120,14 @@ def in_other_sequences(
     Returns:
         bool ``[B, 1, S_q, S_k]``.
     """
+    of_queries = sequences_of(batch, queries, cumulative, device)
+    return of_queries.unsqueeze(-1) != sequences_of(batch, keys, key_cumulative, device).unsqueeze(-2)
 
-    def sequences(tokens: int, ends: Tensor) -> Tensor:
-        places = torch.arange(batch * tokens, device=device)
-        return (places.unsqueeze(-1) >= ends[1:].to(device)).sum(-1).view(batch, 1, tokens)
 
-    return sequences(queries, cumulative).unsqueeze(-1) != sequences(keys, key_cumulative).unsqueeze(-2)
+def sequences_of(batch: int, tokens: int, cumulative: Tensor, device: torch.device) -> Tensor:
+    """Count the sequences that end before each token, ``[B, 1, tokens]``. The host reads nothing."""
+    places = torch.arange(batch * tokens, device=device)
+    return (places.unsqueeze(-1) >= cumulative[1:].to(device)).sum(-1).view(batch, 1, tokens)
 
 
 def _is_known(cumulative: Tensor) -> bool:

@@ -13,7 +13,7 @@ from .caller_masks import described, of_the_caller
 from .chosen_keys import left_out_beside
 from .description import MaskDescription
 from .in_graphs import attend_packed_in_graph, stays_whole
-from .lengths import ends_of, in_other_sequences, read_together
+from .lengths import ends_of, in_other_sequences, read_together, sequences_of
 from .limits import of_one_dtype
 from .masks import is_without_padding
 from .options import CAUSAL, FULL, Band, Options, Sequences
@@ -166,10 +166,16 @@ def _attend_chosen(
     options: Options,
 ) -> Tensor:
     """Compute attention where a query sees chosen keys only, as DeepSeek-V3.2's indexer chooses them."""
-    if isinstance(seen, _Lengths) or (isinstance(seen, Packing) and not isinstance(mask, MaskDescription)):
-        raise ValueError("attention_forward: indices in packed sequences need the mask of these sequences")
+    sequences = None
+    if isinstance(seen, _Lengths):
+        batch, queries, keys = len(query), query.shape[2], key.shape[2]
+        if queries != keys:
+            raise ValueError("attention_forward: indices of keys in a cache are not computed by sequence")
+        of_queries = sequences_of(batch, queries, seen.of_queries, query.device)
+        sequences = of_queries, sequences_of(batch, keys, seen.of_keys, query.device)
+        seen = seen.band
     parts = []
-    for rows, left_out in left_out_beside(indices, seen, mask, key.shape[2]):
+    for rows, left_out in left_out_beside(indices, seen, mask, key.shape[2], sequences):
         of_rows = options if options.bias is None else replace(options, bias=options.bias[..., rows, :])
         parts.append(attend(query[:, :, rows], key, value, left_out, of_rows))
     return torch.cat(parts, dim=1)

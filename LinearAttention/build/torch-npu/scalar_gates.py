@@ -1,4 +1,7 @@
-"""Products of keys and queries within chunks where a head has one gate a token: the gated delta rule."""
+"""Products of keys and queries within chunks where a head has one gate a token: the gated delta rule.
+
+Heads that share a query and a key share their products as well, and differ in what these are weighted with.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,20 @@ if TYPE_CHECKING:
     from .segment import Chunks
 
 
-def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Led]:
-    """Compute ``Γᵢⱼ = exp(sumᵢ - sumⱼ)`` for j ≤ i, ``kᵢ·kⱼ Γᵢⱼ`` for j < i and ``qᵢ·kⱼ Γᵢⱼ``: ``[M, C, C]`` each."""
+def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor, Led]:
+    """Compute ``Γᵢⱼ = exp(sumᵢ - sumⱼ)`` for j ≤ i, ``kᵢ·kⱼ Γᵢⱼ`` for j < i and ``qᵢ·kⱼ Γᵢⱼ``, and eQ behind them."""
     between, turned = _between(chunks.gates), chunks.key.transpose(-1, -2)
-    of_keys = torch.bmm(chunks.key, turned) * between
+    of_keys = _weighted(torch.bmm(chunks.key, turned), between, chunks.shared)
     of_keys.diagonal(dim1=-2, dim2=-1).zero_()
+    of_queries = _weighted(torch.bmm(chunks.query, turned), between, chunks.shared)
     edges = decays(chunks.gates)
-    all_led = led(chunks, edges)._replace(query=chunks.query * edges.lead)
-    return between, of_keys, torch.bmm(chunks.query, turned) * between, all_led
+    return between, of_keys, of_queries, _weighted(chunks.query, edges.lead, chunks.shared), led(chunks, edges)
 
 
 def led(chunks: Chunks, decays: Decays) -> Led:
     """Give keys the decays to the bounds of their chunk."""
     lead, trail, whole = decays
-    return Led(None, chunks.key, lead, chunks.key * (trail * chunks.beta), whole)
+    return Led(chunks.key, lead, _weighted(chunks.key, trail * chunks.beta, chunks.shared), whole)
 
 
 def gradients_of_gates(
@@ -39,22 +42,32 @@ def gradients_of_gates(
         decays: of them.
         of_products: the gradients of products.
         between: Γ.
-        of_led: those of keys and queries with their decays.
+        of_led: those of keys and queries with their decays; they are written over.
     """
-    query, key, beta, (lead, trail, _) = chunks.query, chunks.key, chunks.beta, decays
-    between = between * beta.transpose(-1, -2)
-    grad_keys, grad_queries = (grad * between for grad in (of_products.keys, of_products.queries))
-    grad_keys.diagonal(dim1=-2, dim2=-1).zero_()
-    grad_key = torch.bmm(grad_queries.transpose(-1, -2), query)
-    grad_key = torch.baddbmm(grad_key, grad_keys + grad_keys.transpose(-1, -2), key, alpha=-1)
-    grad_key.addcmul_(of_led.key, lead, value=-1).addcmul_(of_led.trailed, trail * beta)
-    grad_query = torch.bmm(grad_queries, key).addcmul_(of_led.query, lead)
-
-    carried = lead * (dots(of_led.query, query) - dots(of_led.key, key))
-    kept = trail * dots(of_led.trailed, key)
+    query, key, beta, shared, (lead, trail, _) = chunks.query, chunks.key, chunks.beta, chunks.shared, decays
+    carried = lead * (dots(of_led.query, query, shared) - dots(of_led.key, key, shared))
+    kept = trail * dots(of_led.trailed, key, shared)
     passed = kept * beta
     sums = torch.bmm(of_products.pairs, beta) - beta * of_products.given + carried - passed
+
+    between = between * beta.transpose(-1, -2)
+    grad_keys, grad_queries = (_summed(grad * between, shared) for grad in (of_products.keys, of_products.queries))
+    grad_keys.diagonal(dim1=-2, dim2=-1).zero_()
+    grad_query = torch.baddbmm(_summed(of_led.query.mul_(lead), shared), grad_queries, key)
+    grad_key = _summed(of_led.trailed.mul_(trail * beta).addcmul_(of_led.key, lead, value=-1), shared)
+    grad_key = torch.baddbmm(grad_key, grad_queries.transpose(-1, -2), query)
+    grad_key = torch.baddbmm(grad_key, grad_keys + grad_keys.transpose(-1, -2), key, alpha=-1)
     return Gradients(grad_query, grad_key, sums, kept, passed.sum(1, keepdim=True))
+
+
+def _weighted(x: Tensor, weights: Tensor, shared: int) -> Tensor:
+    """Multiply what heads share, ``[M / shared, C, D]``, with what each has by itself, ``[M, C, 1 or D]``."""
+    return (x.unsqueeze(1) * weights.unflatten(0, (-1, shared))).flatten(0, 1)
+
+
+def _summed(x: Tensor, shared: int) -> Tensor:
+    """Add up over the heads that share a key: ``[M / shared, C, D]``."""
+    return x.unflatten(0, (-1, shared)).sum(1) if shared > 1 else x
 
 
 def _between(gates: Gates) -> Tensor:

@@ -57,6 +57,16 @@ def from_chunks(
     return y.flatten(1, 2)[:, :length].contiguous()
 
 
+def by_group(x: Tensor, shared: int) -> Tensor:
+    """View ``[M, C, D]`` as ``[M / shared, shared * C, D]``: chunks of heads that share a key in a row."""
+    return x.unflatten(0, (-1, shared)).flatten(1, 2)
+
+
+def by_head(x: Tensor, shared: int) -> Tensor:
+    """View ``[M / shared, shared * C, D]`` as ``[M, C, D]``, as it was before :func:`by_group`."""
+    return x.unflatten(1, (shared, -1)).flatten(0, 1)
+
+
 def filled_up(x: Tensor) -> Tensor:
     """Return ``[B, T, ...]`` with zeros up to a whole number of chunks."""
     missing = -x.shape[1] % CHUNK

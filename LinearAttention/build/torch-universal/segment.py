@@ -62,10 +62,11 @@ class Chunks:
     """Holds all of tokens but their values in chunks, in float32.
 
     Attributes:
-        query, key: normalised and scaled, ``[M, C, K]``; M counts chunks, rows and heads.
+        query, key: normalised and scaled, ``[M / shared, C, K]``; M counts chunks, rows and heads.
         beta: ``[M, C, 1]``.
         gates: with G of 1 or K.
         rows: rows times heads.
+        shared: how many heads one query and key serve here: with gates of channels each has copies of its own.
     """
 
     query: Tensor
@@ -73,6 +74,7 @@ class Chunks:
     beta: Tensor
     gates: Gates
     rows: int
+    shared: int
 
     @property
     def kind(self) -> ModuleType:
@@ -113,15 +115,16 @@ def chunks_of(tokens: Tokens, factors: NormFactors, bounds: Bounds | None) -> Ch
     """Bring all but the values of tokens into chunks."""
     heads = tokens.value.shape[2]
     groups = heads // tokens.key.shape[2]
-    query, key = to_chunks(tokens.query, groups, factors.query), to_chunks(tokens.key, groups, factors.key)
+    copies = groups if tokens.g.shape[-1] > 1 else 1
+    query, key = to_chunks(tokens.query, copies, factors.query), to_chunks(tokens.key, copies, factors.key)
     gates, beta = Gates(to_chunks(tokens.g), bounds), to_chunks(tokens.beta.unsqueeze(-1))
-    return Chunks(query, key, beta, gates, heads * len(tokens.value))
+    return Chunks(query, key, beta, gates, heads * len(tokens.value), groups // copies)
 
 
-def inner(chunks: Chunks) -> tuple[Inner, Led]:
-    """Compute what chunks know without a state."""
-    between, keys, queries, led = chunks.kind.products(chunks)
-    return Inner(between, keys, queries, inverse(keys * chunks.beta.transpose(-1, -2))), led
+def inner(chunks: Chunks) -> tuple[Inner, Tensor, Led]:
+    """Compute what chunks know without a state, eQ, ``[M, C, K]``, and keys with their decays."""
+    between, keys, queries, led_query, led = chunks.kind.products(chunks)
+    return Inner(between, keys, queries, inverse(keys * chunks.beta.transpose(-1, -2))), led_query, led
 
 
 class _Parts(NamedTuple):
@@ -133,21 +136,22 @@ class _Parts(NamedTuple):
 
 
 def _equations(chunks: Chunks, found: Inner, led: Led) -> _Parts:
-    weighted, read = found.queries * chunks.beta.transpose(-1, -2), led.read(found.inverse)
+    weighted, read = found.queries * chunks.beta.transpose(-1, -2), led.read(found.inverse, chunks.shared)
     removed = torch.bmm(led.trailed.transpose(-1, -2), read)
     removed.diagonal(dim1=-2, dim2=-1).sub_(led.whole)
     return _Parts(weighted, read, removed.unflatten(0, (-1, chunks.rows)))
 
 
 def forward(
-    chunks: Chunks, found: Inner, led: Led, value: Tensor, state: Tensor | None, keep: bool
+    chunks: Chunks, found: Inner, led_query: Tensor, led: Led, value: Tensor, state: Tensor | None, keep: bool
 ) -> tuple[Tensor, States, Used | None]:
     """Compute the results of chunks, and the states around them.
 
     Args:
         chunks: the tokens.
         found: what they know without a state.
-        led: keys and queries with their decays.
+        led_query: eQ, ``[M, C, K]``.
+        led: keys with their decays.
         value: of the tokens, ``[M, C, V]``.
         state: the one before them, ``[rows, K, V]``; None for zeros.
         keep: whether a backward follows.
@@ -159,8 +163,7 @@ def forward(
     new = torch.bmm(found.inverse, value)  # U
     added = torch.bmm(led.trailed.transpose(-1, -2), new)
     states = scan(parts.removed, added.unflatten(0, (-1, chunks.rows)), state)
-    assert led.query is not None
-    read = torch.baddbmm(led.query, parts.weighted, parts.read, alpha=-1)
+    read = torch.baddbmm(led_query, parts.weighted, parts.read, alpha=-1)
     before = states.before.flatten(0, 1)
     out = torch.baddbmm(torch.bmm(parts.weighted, new), read, before)
     return out, states, Used(read, torch.baddbmm(new, parts.read, before, alpha=-1)) if keep else None
@@ -235,12 +238,12 @@ def token_gradients(
     """Bring the gradients of chunks into the shapes and dtypes of the tokens; that of the values is of ``dtype``."""
     query, key, value, beta, sums = grads
     batch, length, heads = tokens.value.shape[:3]
-    groups = heads // tokens.key.shape[2]
+    copies = heads // tokens.key.shape[2] // chunks.shared
     if options.normalised:
         query, key = unit_gradient(query, chunks.query, options.scale), unit_gradient(key, chunks.key, 1.0)
     return (
-        from_chunks(query, batch, length, tokens.query.dtype, groups, factors.query),
-        from_chunks(key, batch, length, tokens.key.dtype, groups, factors.key),
+        from_chunks(query, batch, length, tokens.query.dtype, copies, factors.query),
+        from_chunks(key, batch, length, tokens.key.dtype, copies, factors.key),
         from_chunks(value, batch, length, dtype),
         summed_back(sums, chunks.gates.bounds, batch, length).to(tokens.g.dtype),
         from_chunks(beta, batch, length, tokens.beta.dtype).squeeze(-1),

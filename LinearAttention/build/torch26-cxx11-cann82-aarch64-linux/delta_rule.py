@@ -106,8 +106,8 @@ def _forward(
     for part, limits in _segments(tokens, numbers):
         factors = segment.factors_of(part, options)
         chunks = segment.chunks_of(part, factors, limits)
-        inner, led = segment.inner(chunks)
-        out, around, used = segment.forward(chunks, inner, led, to_chunks(part.value), state, needed)
+        inner, *led = segment.inner(chunks)
+        out, around, used = segment.forward(chunks, inner, *led, to_chunks(part.value), state, needed)
         results.append(from_chunks(out, *part.value.shape[:2], tokens.query.dtype))
         state = around.last
         if used is not None:

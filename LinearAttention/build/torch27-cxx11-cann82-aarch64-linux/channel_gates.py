@@ -34,7 +34,7 @@ class _Halving(NamedTuple):
         earlier: the decays from tokens of first halves to the ends of these, ``[M, P, b, K]``; the next halving writes
             over them.
         later: those from there to tokens of second halves, likewise.
-        pairs: 1 where a second half is the one behind a first half, ``[P, 1, P, 1]``.
+        pairs: 1 where a second half is the one behind a first half, ``[P, 1, 1, P, 1]``.
     """
 
     size: int
@@ -43,20 +43,20 @@ class _Halving(NamedTuple):
     pairs: Tensor
 
     def first(self, x: Tensor) -> Tensor:
-        """View the first halves of ``[M, C, K]``: ``[M, P, b, K]``."""
+        """View the first halves of ``[M, C, ...]``: ``[M, P, b, ...]``."""
         return x.unflatten(1, (-1, 2, self.size))[:, :, 0]
 
     def second(self, x: Tensor) -> Tensor:
-        """View the second halves of ``[M, C, K]``: ``[M, P, b, K]``."""
+        """View the second halves of ``[M, C, ...]``: ``[M, P, b, ...]``."""
         return x.unflatten(1, (-1, 2, self.size))[:, :, 1]
 
     def between(self, x: Tensor) -> Tensor:
-        """View the rows of second halves and the columns of first ones in ``[M, C, C]``: ``[M, P, b, P, b]``."""
-        return x.unflatten(2, (-1, 2, self.size)).unflatten(1, (-1, 2, self.size))[:, :, 1, :, :, 0]
+        """View the rows of second halves and columns of first ones in ``[M, C, 2, C]``: ``[M, P, b, 2, P, b]``."""
+        return self.second(x).unflatten(4, (-1, 2, self.size))[:, :, :, :, :, 0]
 
 
-def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Led]:
-    """Compute ``Σ_d k_id k_jd Γ_ijd`` for j < i and ``Σ_d q_id k_jd Γ_ijd`` for j ≤ i, ``[M, C, C]``, behind no Γ.
+def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor, Led]:
+    """Compute ``Σ_d k_id k_jd Γ_ijd`` for j < i and ``Σ_d q_id k_jd Γ_ijd`` for j ≤ i, between no Γ and eQ.
 
     Keys and queries take in the decays of one halving after the other, until they have those of the whole chunk.
     """
@@ -73,13 +73,14 @@ def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Led]:
         later_key, later_query = (_decayed(x, 1, first) for x in (later_key, later_query))
         earlier, whole = _decayed(earlier, 0, second), first * second
         size *= 2
-    return key.new_empty(0), of_keys, of_queries, Led(later_query, later_key, None, earlier * chunks.beta, whole[:, 0])
+    all_led = Led(later_key, None, earlier * chunks.beta, whole[:, 0])
+    return key.new_empty(0), of_keys, of_queries, later_query, all_led
 
 
 def led(chunks: Chunks, decays: Decays) -> Led:
     """Give keys the decays to the bounds of their chunk."""
     lead, trail, whole = decays
-    return Led(None, chunks.key * lead, None, chunks.key * (trail * chunks.beta), whole)
+    return Led(chunks.key * lead, None, chunks.key * (trail * chunks.beta), whole)
 
 
 def gradients_of_gates(chunks: Chunks, decays: Decays, of_products: OfProducts, _: Tensor, of_led: OfLed) -> Gradients:
@@ -95,33 +96,51 @@ def gradients_of_gates(chunks: Chunks, decays: Decays, of_products: OfProducts, 
         of_led: those of keys and queries with their decays; they are written over.
     """
     query, key, beta, (lead, trail, _) = chunks.query, chunks.key, chunks.beta, decays
-    grad_keys, grad_queries = (grad * beta.transpose(-1, -2) for grad in (of_products.keys, of_products.queries))
-    grad_query, later = of_led.query.mul_(lead), of_led.key.mul_(lead)  # the latter, of keys, with its sign changed
+    weights = _beside(of_products.keys, of_products.queries, beta.transpose(-1, -2))
+    later = _beside(of_led.key, of_led.query, lead)  # that of keys with its sign changed
     earlier = torch.zeros(key.shape, dtype=key.dtype, device=key.device)
     for halving in _halvings(chunks.gates):
-        of_keys, of_queries = (
-            (halving.between(grad) * halving.pairs).flatten(3).flatten(1, 2) for grad in (grad_keys, grad_queries)
-        )
-        near = _flat_pairs(halving.first(key) * halving.earlier)
-        of_near = torch.bmm(of_queries.transpose(-1, -2), _flat_pairs(halving.second(query) * halving.later))
-        of_near = torch.baddbmm(
-            of_near, of_keys.transpose(-1, -2), _flat_pairs(halving.second(key) * halving.later), alpha=-1
-        )
-        for found, grad, decay in (
-            (halving.second(grad_query), torch.bmm(of_queries, near), halving.later),
-            (halving.second(later), torch.bmm(of_keys, near), halving.later),
-            (halving.first(earlier), of_near, halving.earlier),
-        ):
-            found.addcmul_(grad.view(found.shape), decay)
-    sums = torch.addcmul(query * grad_query, key, later + earlier, value=-1)
-    alone = grad_queries.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # a token with itself, whose gate has no part in it
+        if halving.size == 1:
+            _add_neighbours(halving, query, key, weights, later, earlier)
+            continue
+        of_pairs = (halving.between(weights) * halving.pairs).flatten(1, 3).flatten(2)
+        near = (halving.first(key) * halving.earlier).flatten(1, 2)
+        far = _beside(halving.second(key), halving.second(query), halving.later, sign=-1)
+        of_near = torch.bmm(of_pairs.transpose(-1, -2), far.flatten(1, 3))
+        halving.second(later).addcmul_(torch.bmm(of_pairs, near).view(far.shape), halving.later.unsqueeze(3))
+        halving.first(earlier).addcmul_(of_near.view(halving.earlier.shape), halving.earlier)
+    later_key, later_query = later.unbind(2)
+    sums = torch.addcmul(query * later_query, key, later_key + earlier, value=-1)
+    alone = weights[:, :, 1].diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # a token with itself: no gate has part in it
     trailed = of_led.trailed.mul_(trail)
-    grad_key = earlier.sub_(later).addcmul_(query, alone).addcmul_(trailed, beta)
+    grad_key = earlier.sub_(later_key).addcmul_(query, alone).addcmul_(trailed, beta)
     kept = trailed.mul_(key)
     passed = kept * beta  # subtracted as it is added to the chunk's end: nothing is left of what goes through no gate
     sums.sub_(passed)
     of_beta = kept.sum(-1, keepdim=True)
-    return Gradients(grad_query.addcmul_(key, alone), grad_key, sums, of_beta, passed.sum(1, keepdim=True))
+    grad_query = torch.addcmul(later_query, key, alone)
+    return Gradients(grad_query, grad_key, sums, of_beta, passed.sum(1, keepdim=True))
+
+
+def _beside(keys: Tensor, queries: Tensor, weights: Tensor, sign: int = 1) -> Tensor:
+    """Put ``sign * keys * weights`` beside ``queries * weights``: ``[..., 2, D]`` from ``[..., D]``."""
+    if torch.compiler.is_compiling():  # which writes into nothing that is given
+        return torch.stack([keys * weights * sign, queries * weights], -2)
+    both = keys.new_empty(*keys.shape[:-1], 2, keys.shape[-1])
+    torch.addcmul(keys.new_zeros(()), keys, weights, value=sign, out=both[..., 0, :])
+    torch.mul(queries, weights, out=both[..., 1, :])
+    return both
+
+
+def _add_neighbours(
+    halving: _Halving, query: Tensor, key: Tensor, weights: Tensor, later: Tensor, earlier: Tensor
+) -> None:
+    """Add what pairs of two single tokens make: a number weighs each, and no product of matrices is needed."""
+    own = halving.between(weights).diagonal(dim1=1, dim2=4).movedim(-1, 1)  # [M, P, 1, 2, 1]
+    near = halving.first(key) * halving.later
+    halving.second(later).addcmul_(near.unsqueeze(3), own)
+    of_first = (halving.second(query) * own[..., 1, :]).addcmul_(halving.second(key), own[..., 0, :], value=-1)
+    halving.first(earlier).addcmul_(of_first, halving.later)
 
 
 def _halvings(gates: Gates) -> Iterator[_Halving]:
@@ -135,11 +154,12 @@ def _halvings(gates: Gates) -> Iterator[_Halving]:
     size = 1
     while size < CHUNK:
         (one, later), (earlier, _) = (x.unflatten(1, (-1, 2, size)).unbind(2) for x in (lead, trail))
-        pairs = torch.eye(CHUNK // 2 // size, dtype=lead.dtype, device=lead.device)[:, None, :, None]
+        pairs = torch.eye(CHUNK // 2 // size, dtype=lead.dtype, device=lead.device)[:, None, None, :, None]
         yield _Halving(size, earlier, later, pairs)
-        earlier.mul_(later[:, :, -1:])
-        later.mul_(one[:, :, -1:])
         size *= 2
+        if size < CHUNK:
+            earlier.mul_(later[:, :, -1:])
+            later.mul_(one[:, :, -1:])
 
 
 def _first_decays(gates: Gates) -> Tensor:
@@ -185,8 +205,3 @@ def _products_of_halves(later: Tensor, earlier: Tensor, size: int) -> Tensor:
 def _own_pairs(x: Tensor, size: int) -> Tensor:
     """View what second halves have with the first halves before them in ``[M, C, C]``: ``[M, b, b, P]``."""
     return x.unflatten(2, (-1, 2, size)).unflatten(1, (-1, 2, size))[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3)
-
-
-def _flat_pairs(x: Tensor) -> Tensor:
-    """View ``[M, P, b, K]`` as ``[M, C / 2, K]``."""
-    return x.flatten(1, 2)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .chunks import CHUNK, number
+from .chunks import CHUNK, by_group, by_head, number
 from .sequences import Bounds
 
 
@@ -38,25 +38,25 @@ class Decays(NamedTuple):
 
 
 class Led(NamedTuple):
-    """Holds keys and queries with the decays between them and the bounds of their chunk.
+    """Holds keys with the decays between them and the bounds of their chunk.
 
     Attributes:
-        query: eQ, ``[M, C, K]``; None in a backward, which does not ask for it.
-        key: eK, or K if ``lead`` is e by itself, ``[M, C, 1]``.
-        lead: None with gates of channels.
+        key: eK, or K if ``lead`` is e by itself, ``[M / shared, C, K]``.
+        lead: ``[M, C, 1]``; None with gates of channels.
         trailed: βlK, ``[M, C, K]``.
         whole: w, ``[M, G]``.
     """
 
-    query: Tensor | None
     key: Tensor
     lead: Tensor | None
     trailed: Tensor
     whole: Tensor
 
-    def read(self, inverse: Tensor) -> Tensor:
+    def read(self, inverse: Tensor, shared: int) -> Tensor:
         """Compute ``X (eK)``, ``[M, C, K]``."""
-        return torch.bmm(inverse if self.lead is None else inverse * self.lead.transpose(-1, -2), self.key)
+        if self.lead is not None:
+            inverse = inverse * self.lead.transpose(-1, -2)
+        return by_head(torch.bmm(by_group(inverse, shared), self.key), shared)
 
 
 class OfProducts(NamedTuple):
@@ -87,7 +87,7 @@ class Gradients(NamedTuple):
     """Holds the gradients of tokens in chunks.
 
     Attributes:
-        query, key: ``[M, C, K]``.
+        query, key: ``[M / shared, C, K]``.
         sums: of sums of gates, ``[M, C, G]``, without what passes on to the end of the chunk.
         kept: of β, as far as keys are added to the state behind the chunk, ``[M, C, 1]``.
         passed: what tokens of the chunk pass on to its end, ``[M, 1, G]``.
@@ -134,12 +134,18 @@ def decays(gates: Gates) -> Decays:
     return Decays(lead, trail.exp(), lead[:, -1])
 
 
-def dots(one: Tensor, other: Tensor) -> Tensor:
+def dots(one: Tensor, other: Tensor, shared: int = 1) -> Tensor:
     """Compute the products of rows, ``[M, C, 1]`` from ``[M, C, D]``: of all rows, of which the diagonal is kept.
 
     A product of matrices reads both once; that of their elements would be written and read again.
+
+    Args:
+        one: the rows on the left.
+        other: those on the right, ``[M / shared, C, D]``.
+        shared: how many chunks on the left are multiplied with one on the right.
     """
-    return torch.bmm(one, other.transpose(-1, -2)).diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    products = by_head(torch.bmm(by_group(one, shared), other.transpose(-1, -2)), shared)
+    return products.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
 
 
 def _cut_off(x: Tensor, mask: Tensor) -> Tensor:

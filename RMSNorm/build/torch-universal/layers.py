@@ -121,24 +121,14 @@ class RMSNormGated(_Layer):
     """
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        if gate is None:
-            return norm(hidden_states, _weight(self).float(), eps_of(self))
-        kind = _kind_of_gate(self, RMSNormGated)
-        if kind is None:
-            return type(self).forward(self, hidden_states, gate)
-        return gated_norm(hidden_states, gate, _weight(self), eps_of(self), kind, rounds_norm=True)
+        return _gated(self, RMSNormGated, hidden_states, gate, rounds_norm=True)
 
 
 class RMSNormGatedCastLast(_Layer):
     """Computes the same in float32, and rounds nothing before the end, as Kimi Linear does. Reads the same members."""
 
     def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
-        if gate is None:
-            return norm(hidden_states, _weight(self).float(), eps_of(self))
-        kind = _kind_of_gate(self, RMSNormGatedCastLast)
-        if kind is None:
-            return type(self).forward(self, hidden_states, gate)
-        return gated_norm(hidden_states, gate, _weight(self), eps_of(self), kind)
+        return _gated(self, RMSNormGatedCastLast, hidden_states, gate, rounds_norm=False)
 
 
 class MambaRMSNormGated(_Layer):
@@ -213,6 +203,18 @@ def eps_of(module: nn.Module) -> float:
     # what _has tells, without the call: every forward asks
     named = "variance_epsilon" in module.__dict__ or hasattr(type(module), "variance_epsilon")
     return module.variance_epsilon if named else module.eps
+
+
+def _gated(
+    module: nn.Module, layer: type[_Layer], hidden_states: Tensor, gate: Tensor | None, rounds_norm: bool
+) -> Tensor:
+    """Compute a norm, and its gate if there is one, as one of the layers here does for a module."""
+    if gate is None:
+        return norm(hidden_states, _weight(module).float(), eps_of(module))
+    kind = _kind_of_gate(module, layer)
+    if kind is None:
+        return type(module).forward(module, hidden_states, gate)
+    return gated_norm(hidden_states, gate, _weight(module), eps_of(module), kind, rounds_norm)
 
 
 def _kind_of_gate(module: nn.Module, layer: type[_Layer]) -> NormGate | None:

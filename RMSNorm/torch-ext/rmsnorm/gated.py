@@ -119,7 +119,7 @@ class _GatedNorm(torch.autograd.Function):
         if torch.is_grad_enabled():
             return *_differentiable(ctx, grad, kind), None, None
         both = _side_by_side(x, gate, rstd, kind)
-        of_both = kind.gradient(grad.float().view(-1), both).view(2, *x.shape)
+        of_both = kind.gradient(grad.reshape(-1).float(), both).view(2, *x.shape)
         of_gate, of_normed = kind.ordered(*of_both.unbind())
         normed = kind.ordered(*both.view(2, *x.shape).unbind())[1]
         grad_gate = torch.mul(of_gate, weight, out=torch.empty(x.shape, dtype=gate.dtype, device=x.device))

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import softnpu
 from kernels_ext_npu.benchmarking.recorded_calls import Call
-from kernels_ext_npu.inspection.counting.dispatch import fallback
 from kernels_ext_npu.measuring.costs import Cost, peak
 from softnpu.counting import STREAM_SYNCS
 
@@ -131,16 +130,6 @@ class Work:
         }
 
 
-class _Loops(Cost):
-    """Counts the products of a loop that the device runs in the place of one operator."""
-
-    def count(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> int | None:
-        offsets = args[2] if len(args) > 2 else kwargs.get("offs")
-        if offsets is not None and fallback(operator) is not None:
-            self.launches["mm"] += offsets.numel() - 1
-        return super().count(operator, args, kwargs, result)
-
-
 def count(before: Before, run: Run) -> dict[str, int]:
     """Count launches, bytes that go in and out of them, memory beyond what was held before, and waits of the host.
 
@@ -151,7 +140,7 @@ def count(before: Before, run: Run) -> dict[str, int]:
     waited = softnpu.counters().get(STREAM_SYNCS, 0)
     gc.disable()  # what it frees in between was held before
     try:
-        with peak() as held, _Loops() as cost:
+        with peak() as held, Cost() as cost:
             result = run(prepared)
     finally:
         gc.enable()

@@ -11,8 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from kernels_ext_npu.benchmarking.measured_calls import Result
-from kernels_ext_npu.benchmarking.options import KERNELS
-from kernels_ext_npu.machine.privacy import report_text
 
 # column -> the figure without which there is none, and how it is written
 COLUMNS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
@@ -53,7 +51,7 @@ def _call(result: Result) -> tuple:
 def show(console: Console, results: list[Result], names: list[str]) -> None:
     """Print a table of one model in one dtype.
 
-    Providers stand side by side in each column, in the order of the names.
+    Calls stand as they were run, and providers side by side in each column, in the order of the names.
     """
     first = results[0]
     title = f"{first.model}, {first.dtype}: {' / '.join(names)}"
@@ -65,7 +63,7 @@ def show(console: Console, results: list[Result], names: list[str]) -> None:
     for name in columns:
         table.add_column(name, justify="right")
     phase = None
-    for comparison in sorted(comparisons(results), key=_order):
+    for comparison in comparisons(results):
         one = next(iter(comparison.values()))
         if one.phase != phase:
             phase = one.phase
@@ -78,18 +76,6 @@ def show(console: Console, results: list[Result], names: list[str]) -> None:
     for line in _refusals(results):
         console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
     console.print()
-
-
-def _order(comparison: Comparison) -> tuple:
-    """Return what sorts the rows of a table.
-
-    Phases stand as they were run, in them kernels, then layers, and a call's directions in a row.
-    """
-    one = next(iter(comparison.values()))
-    phases = ("prefill", "decode", "training")
-    directions = ("forward", "backward", "both")
-    phase = phases.index(one.phase.split(",")[0])
-    return phase, KERNELS.index(one.kernel), one.path, str(one.shapes), directions.index(one.direction)
 
 
 def _cell(result: Result | None, figure: str, write: Callable[[dict[str, Any]], str]) -> str:
@@ -128,8 +114,3 @@ def report_lines(results: Iterable[Result]) -> list[dict[str, Any]]:
             line[name] = {fact: value for fact, value in facts.items() if value is not None} | result.figures
         found.append(line)
     return found
-
-
-def report(head: dict[str, Any], results: Iterable[Result]) -> str:
-    """Return JSON, a call a line behind its head, with nothing that tells whose machine it was."""
-    return report_text(head, report_lines(results))

@@ -60,6 +60,7 @@ def benchmark(
     from kernels_ext_npu.benchmarking import agreement, call_costs, measured_calls, providers, results_layout
     from kernels_ext_npu.benchmarking.shrunk_models import load
     from kernels_ext_npu.machine import description
+    from kernels_ext_npu.machine.privacy import report_text
 
     software = softnpu.is_software()
     if software and report is not None:
@@ -93,7 +94,7 @@ def benchmark(
             if report is not None:  # each time: what comes next may end the process
                 head = {"machine": machine, "method": note} | sizes
                 head["models"] = [{"name": one.name} | one.sizes() for one in models]
-                write_file("--report", report, results_layout.report(head, results))
+                write_file("--report", report, report_text(head, results_layout.report_lines(results)))
     if not any(result.figures for result in results):
         nothing = f"none of the models has a call of {', '.join(kernels)}"
         raise RefusedError(next((str(result.refused) for result in results), nothing))

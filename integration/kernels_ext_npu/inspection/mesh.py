@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -71,14 +72,14 @@ def check(mesh: Mesh) -> None:
 
 
 @contextmanager
-def distributed(model: PreTrainedModel, mesh: Mesh) -> Iterator[Mapping[str, tuple[str, ...]]]:
+def distributed(model: PreTrainedModel, mesh: Mesh) -> Iterator[defaultdict[str, tuple[str, ...]]]:
     """Shard a model on fake tensors as ``from_pretrained(distributed_config=...)`` does, outside of a FakeTensorMode.
 
     Gives the axes that each process group serves, by the names of the groups. They end with the context, and the model
     cannot be used after it. A model that cannot be sharded so is refused.
     """
     if mesh == ONE:
-        yield {}
+        yield defaultdict(tuple)
         return
     _check_plans(model, mesh.tp, mesh.ep)
     if mesh.fsdp > 1 and not hasattr(FSDPModule, "reset_iter_state"):
@@ -98,13 +99,13 @@ def distributed(model: PreTrainedModel, mesh: Mesh) -> Iterator[Mapping[str, tup
 
 
 @contextmanager
-def _split_rows(ranks: int, served: dict[str, tuple[str, ...]]) -> Iterator[None]:
-    """Let torch split rows between so many ranks, and note their group among those that serve an axis."""
+def _split_rows(ranks: int, served: defaultdict[str, tuple[str, ...]]) -> Iterator[None]:
+    """Let torch split rows between so many ranks, which serve an axis, and so do the groups that attention makes."""
     if ranks == 1:
         yield
         return
     group = dist.new_group(range(ranks))
-    served[group.group_name] = ("cp",)
+    served.default_factory = lambda: ("cp",)
     row = torch.arange(2 * ranks, device="npu")  # torch wants to split something
     with context_parallel(DeviceMesh.from_group(group, "npu"), buffers=[row], buffer_seq_dims=[0]):
         yield
@@ -167,7 +168,7 @@ def _check_plans(model: PreTrainedModel, tp: int, ep: int) -> None:
     _check_experts(model, ep)
 
 
-def _shard(model: PreTrainedModel, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+def _shard(model: PreTrainedModel, mesh: Mesh) -> defaultdict[str, tuple[str, ...]]:
     """Shard a model, and return the axes of its mesh by the names of their groups, which may serve more than one."""
     manager: Any
     try:
@@ -177,11 +178,11 @@ def _shard(model: PreTrainedModel, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     except Exception as error:  # sizes or a plan that transformers refuses
         raise CannotInspectError(f"transformers does not shard it for {mesh}: {first_line(error)}") from error
     model.tie_weights()
-    served: dict[str, tuple[str, ...]] = {}
+    served: defaultdict[str, tuple[str, ...]] = defaultdict(tuple)
     for axis in AXES if manager.get_mesh("ep").size() > 1 else AXES[:2]:
         group = manager.get_mesh(axis).get_group()
         if group.size() > 1:
-            served[group.group_name] = (*served.get(group.group_name, ()), axis)
+            served[group.group_name] = (*served[group.group_name], axis)
     return served
 
 

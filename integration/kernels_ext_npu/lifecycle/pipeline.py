@@ -83,11 +83,12 @@ def take_for_npu(model: nn.Module, mode: kernels.Mode) -> None:
 
 
 def _check_strictly(model: nn.Module) -> None:
-    kept = [row for row in report(model) if not row.swapped and row.is_candidate]
-    if kept:
-        lines = "\n".join(f"  {row.path} ({row.class_name}): {row.reason}" for row in kept[:_AT_MOST])
-        more = f"\n  and {len(kept) - _AT_MOST} more" if len(kept) > _AT_MOST else ""
-        raise RuntimeError(f"register(strict=True): {len(kept)} modules and functions stay as they were\n{lines}{more}")
+    unswapped = [row for row in report(model) if not row.swapped and row.is_candidate]
+    if unswapped:
+        lines = "\n".join(f"  {row.path} ({row.class_name}): {row.reason}" for row in unswapped[:_AT_MOST])
+        count = len(unswapped)
+        more = f"\n  and {count - _AT_MOST} more" if count > _AT_MOST else ""
+        raise RuntimeError(f"register(strict=True): {count} modules and functions stay as they were\n{lines}{more}")
 
 
 def outermost(module: nn.Module) -> Iterator[nn.Module]:

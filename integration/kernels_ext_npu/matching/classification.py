@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from kernels_ext_npu import catalogue as kinds
+from kernels_ext_npu import catalogue
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, Kind
 from kernels_ext_npu.matching.decorated import is_kernel_function, original_function
 from kernels_ext_npu.matching.fingerprint import computes_as
@@ -46,14 +46,14 @@ UNSUPPORTED = {
 }
 
 _NAMES = {
-    kinds.TABLES: re.compile(r"(Rotary|RoPE|Rope)\w*Embedding$|LightGluePositionalEncoder$"),
-    kinds.ROUTERS: re.compile("Router$|(Expert|MoE|Moe|TopK).*(Gate|Gating)$|MoEV1Gate$"),
-    kinds.MLPS: re.compile(r"MLP|Mlp|FFN|FeedForward|GatedActDense|SwiGLU|GLU|SharedExpert"),
-    kinds.EXPERTS: re.compile("Experts$|NaiveMoe$"),
-    kinds.HYPER_CONNECTIONS: re.compile("Hyper(Connection|Head)$"),
-    kinds.INDEXERS: re.compile("Indexer(Scorer)?$"),
-    kinds.COMPRESSORS: re.compile("Compressor$"),
-    kinds.FORGET_GATES: re.compile("ForgetGate$"),
+    catalogue.TABLES: re.compile(r"(Rotary|RoPE|Rope)\w*Embedding$|LightGluePositionalEncoder$"),
+    catalogue.ROUTERS: re.compile("Router$|(Expert|MoE|Moe|TopK).*(Gate|Gating)$|MoEV1Gate$"),
+    catalogue.MLPS: re.compile(r"MLP|Mlp|FFN|FeedForward|GatedActDense|SwiGLU|GLU|SharedExpert"),
+    catalogue.EXPERTS: re.compile("Experts$|NaiveMoe$"),
+    catalogue.HYPER_CONNECTIONS: re.compile("Hyper(Connection|Head)$"),
+    catalogue.INDEXERS: re.compile("Indexer(Scorer)?$"),
+    catalogue.COMPRESSORS: re.compile("Compressor$"),
+    catalogue.FORGET_GATES: re.compile("ForgetGate$"),
 }
 _GATE_NAMES = re.compile("Gate$|Gating$")  # of routers, if they choose some
 _ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: counted is what takes several
@@ -84,17 +84,17 @@ def of_class(cls: type[nn.Module]) -> Kind | None:
     """
     pattern, name = find_pattern(cls), cls.__name__
     if pattern is not None:
-        return None if pattern.kind is kinds.PATCHES else pattern.kind
+        return None if pattern.kind is catalogue.PATCHES else pattern.kind
     if (kind := KIND_OF_LAYER.get(getattr(cls, "kernel_layer_name", ""))) is not None:
         return kind
     if "rmsnorm" in name.lower():
-        return kinds.NORMS
-    if cls.__module__ == _ACTIVATIONS_FILE and reason(kinds.ACTIVATIONS, name) != UNKNOWN:
-        return kinds.ACTIVATIONS
+        return catalogue.NORMS
+    if cls.__module__ == _ACTIVATIONS_FILE and reason(catalogue.ACTIVATIONS, name) != UNKNOWN:
+        return catalogue.ACTIVATIONS
     for kind, called in _NAMES.items():
-        if called.search(name) and (kind is not kinds.MLPS or _looks_gated(cls)):
+        if called.search(name) and (kind is not catalogue.MLPS or _looks_gated(cls)):
             return kind
-    return kinds.ATTENTION if attends(cls) else None
+    return catalogue.ATTENTION if attends(cls) else None
 
 
 def of_module(module: nn.Module) -> Kind | None:
@@ -106,14 +106,14 @@ def of_module(module: nn.Module) -> Kind | None:
     if kind is not None:
         return kind
     pattern = find_pattern(type(module))
-    if pattern is not None and pattern.kind is kinds.PATCHES and module.stride == module.kernel_size:
-        return kinds.PATCHES
+    if pattern is not None and pattern.kind is catalogue.PATCHES and module.stride == module.kernel_size:
+        return catalogue.PATCHES
     name = type(module).__name__
     if "norm" in name.lower() and not any(module.children()):
-        return kinds.NORMS
+        return catalogue.NORMS
     if _GATE_NAMES.search(name) and hasattr(module, "top_k"):
-        return kinds.ROUTERS
-    return kinds.MLPS if has_gated_projections(module) else None
+        return catalogue.ROUTERS
+    return catalogue.MLPS if has_gated_projections(module) else None
 
 
 def has_gated_projections(module: nn.Module) -> bool:
@@ -153,7 +153,7 @@ def attention_refusal(cls: type[nn.Module]) -> Reason | None:
     if any(isinstance(constant, tuple) and "position_bias" in constant for constant in constants):  # names of arguments
         return BIASED
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-    for name, reason in UNSUPPORTED[kinds.ATTENTION.name].items():
+    for name, reason in UNSUPPORTED[catalogue.ATTENTION.name].items():
         file, _, listed = name.partition(":")
         if owner.__name__ == listed:
             own = getattr(importlib.import_module(f"transformers.models.{file}.modeling_{file}"), listed, None)
@@ -163,7 +163,7 @@ def attention_refusal(cls: type[nn.Module]) -> Reason | None:
 
 def indexer_refusal(cls: type[nn.Module]) -> Reason | None:
     """Return why keys are not chosen in parts where an indexer of a class chooses them; None where they are."""
-    return None if chooser(cls) is not None else reason(kinds.INDEXERS, cls.__name__)
+    return None if chooser(cls) is not None else reason(catalogue.INDEXERS, cls.__name__)
 
 
 def of_function(name: str, function: object) -> Kind | None:
@@ -179,13 +179,13 @@ def of_function(name: str, function: object) -> Kind | None:
     if is_kernel_function(function):
         layer = type(function).kernel_layer_name  # type: ignore[attr-defined]
         if "rotary" in layer.lower():
-            return kinds.ROTARY
-        return kinds.LINEAR_ATTENTION if _LINEAR_NAMES.fullmatch(layer) else None
+            return catalogue.ROTARY
+        return catalogue.LINEAR_ATTENTION if _LINEAR_NAMES.fullmatch(layer) else None
     used = names(original)
     if not _ROTATING_NAMES.search(name) and not [callee for callee in used if callee.startswith("rotate")]:
         return None
     # one that leaves the rotation to a function that has a kernel does not rotate
-    return None if any(find_function_pattern(original.__globals__.get(callee)) for callee in used) else kinds.ROTARY
+    return None if any(find_function_pattern(original.__globals__.get(callee)) for callee in used) else catalogue.ROTARY
 
 
 def is_helper(name: str) -> bool:

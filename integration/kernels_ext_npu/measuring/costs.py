@@ -57,8 +57,9 @@ class Cost(TorchDispatchMode):
         read = {key: value for key, value in kwargs.items() if not _is_out(operator, key)}
         unread = _unread(name, args, kwargs, given) + self._left(name, args, kwargs, given)
         moved = bytes_of((args, read, result)) - unread
-        self.launches[name] += 1
-        self.bytes[name] += moved
+        launched, times = what_runs(operator, args, kwargs)
+        self.launches[launched] += times
+        self.bytes[launched] += moved
         return moved
 
     def numbers(self, tensor: torch.Tensor) -> list[int] | None:
@@ -84,6 +85,20 @@ class Cost(TorchDispatchMode):
         return 0
 
 
+def what_runs(operator: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[str, int]:
+    """Return the name of what the device launches for an operator, and how often.
+
+    Where torch_npu has no product by groups, a loop of products runs in its place: ``_grouped_mm_fallback`` of
+    ATen/native/GroupedMMUtils.h. The host waits once before it, for the sizes of the groups.
+    """
+    if operator is torch.ops.aten._grouped_mm.default:
+        ends = args[2] if len(args) > 2 else kwargs.get("offs")
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", "PrivateUse1")
+        if ends is not None and not has_kernel:
+            return "mm", ends.numel()
+    return operator._schema.name.partition("::")[2], 1
+
+
 def bytes_of(values: Any) -> int:
     """Return the bytes of all tensors in some values."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors(values))
@@ -98,8 +113,7 @@ def _unread(name: str, args: tuple, kwargs: dict, given: list[torch.Tensor]) -> 
     those of rotations read what was rotated for the gradients of cos and sin, which they make where these need one:
     op-plugin, op_plugin_functions.yaml and RotaryMulBackwardKernelNpuOpApi.cpp. In products by groups no row is
     multiplied with the weights of experts without a token. Tokens are taken to be routed to one expert after the other.
-    The loop of products that runs in the place of ``_grouped_mm`` has one without rows for each of these experts. Of
-    sparse attention these are the keys that no query chose, less those that are read for several.
+    Of sparse attention these are the keys that no query chose, less those that are read for several.
     """
     if name == "npu_sparse_flash_attention":
         every = args[1], args[2], kwargs["key_rope"]
@@ -120,11 +134,12 @@ def _unread(name: str, args: tuple, kwargs: dict, given: list[torch.Tensor]) -> 
         return bytes_of(args[:1])
     if name == "npu_rotary_mul_backward":
         return 0 if any(table.requires_grad for table in args[2:4]) else bytes_of(args[1:2]) + bytes_of(given[1:])
-    if name == "mm" and not given[0].numel():
-        return bytes_of(args)
-    if name != "npu_grouped_matmul" or len(args[1]) > 1 or args[1][0].dim() < 3:
+    if name == "_grouped_mm" and args[0].dim() != args[1].dim():
+        weight, rows = (args[1], len(args[0])) if args[1].dim() == 3 else (args[0], args[1].shape[1])
+    elif name == "npu_grouped_matmul" and (len(args[1]) > 1 or args[1][0].dim() == 3):
+        weight, rows = args[1] if len(args[1]) > 1 else args[1][0], sum(map(len, args[0]))
+    else:
         return 0
-    rows, weight = sum(len(x) for x in args[0]), args[1][0]
     return max(0, len(weight) - rows) * bytes_of(weight[0])
 
 

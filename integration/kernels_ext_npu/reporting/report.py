@@ -149,7 +149,7 @@ def report(model: nn.Module) -> Report:
     """
     check_is_module("report", model)
     with assume_npu_if_meta(model):
-        found = [_passed_by(row, model) for swap in SWAPS for row in swap.rows(model)]
+        found = [_with_bypass(row, model) for swap in SWAPS for row in swap.rows(model)]
         if any(map(lazy_swap.waits, model.modules())):
             found = [_at_first_call(row, model) for row in found]
         linear_layers = [row for row in found if row.kind == PROJECTIONS.in_models]
@@ -157,7 +157,7 @@ def report(model: nn.Module) -> Report:
         return Report(modules, linear_layers, add_norm_fusion.remark(model))
 
 
-def _passed_by(row: Row, model: nn.Module) -> Row:
+def _with_bypass(row: Row, model: nn.Module) -> Row:
     """Add a remark where another library may compute without calling what was swapped, or a release serves it less."""
     if not row.swapped or not row.path:
         return row

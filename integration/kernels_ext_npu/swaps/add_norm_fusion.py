@@ -62,9 +62,9 @@ def remark(model: nn.Module) -> str | None:
 
 def hand_on(layer: nn.Module, x: Tensor) -> None:
     """Let what was normed for a layer be for the one behind it: the layer is not computed."""
-    kept = x.__dict__.get(_NORMED)
-    if kept is not None:
-        setattr(x, _NORMED, (_norm_behind(layer), *kept[1:]))
+    carried = x.__dict__.get(_NORMED)
+    if carried is not None:
+        setattr(x, _NORMED, (_norm_behind(layer), *carried[1:]))
 
 
 def _kernel_of(module: nn.Module, sums: Sums) -> ModuleType | None:
@@ -130,9 +130,9 @@ def _decodes_one_token(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) ->
 
 def _normed(norm: nn.Module, x: Tensor) -> Tensor:
     """Return the norm with which a layer begins: what the layer before has made, if this is still its result."""
-    kept = x.__dict__.pop(_NORMED, None)
-    if kept is not None and kept[0] is norm and kept[1] == x._version:
-        return kept[2]
+    carried = x.__dict__.pop(_NORMED, None)
+    if carried is not None and carried[0] is norm and carried[1] == x._version:
+        return carried[2]
     return norm(x)
 
 

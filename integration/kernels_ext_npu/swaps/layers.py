@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 from transformers.integrations import hub_kernels
 
-from kernels_ext_npu import catalogue as kinds
+from kernels_ext_npu import catalogue
 from kernels_ext_npu.binding import forward_binding, registration
 from kernels_ext_npu.binding.forward_binding import kernel_forward, layer_of
 from kernels_ext_npu.binding.registration import Registration
@@ -36,7 +36,8 @@ from kernels_ext_npu.swaps.experts.implementation import other_than_ours
 from kernels_ext_npu.swaps.linear import lora
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
-_OF_ANY_SORT = (kinds.TABLES, kinds.LAYER_NORMS, kinds.PATCHES)  # of which no kernel is expected to serve all
+# of which no kernel is expected to serve all
+_OF_ANY_SORT = (catalogue.TABLES, catalogue.LAYER_NORMS, catalogue.PATCHES)
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
 
@@ -144,7 +145,7 @@ def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every module of a model that is of a kind that kernels serve, or that a kernel was swapped into."""
     for path, module in model.named_modules():
         kind = of_module(module) or KIND_OF_LAYER.get(layer_of(module) or "")
-        if kind not in (None, kinds.ATTENTION) and not (kind is kinds.INDEXERS and chooser(type(module))):
+        if kind not in (None, catalogue.ATTENTION) and not (kind is catalogue.INDEXERS and chooser(type(module))):
             yield _row(path, module, kind)
 
 
@@ -178,8 +179,8 @@ def _is_other(module: nn.Module, kind: Kind, reference: Pattern | None) -> bool:
     only called so: what they multiply with is no pair of projections.
     """
     if reference is None:
-        is_only_called_so = kind is kinds.MLPS and not has_gated_projections(module)
-        is_rare = kind in (kinds.ROUTERS, kinds.ACTIVATIONS, *_OF_ANY_SORT)
+        is_only_called_so = kind is catalogue.MLPS and not has_gated_projections(module)
+        is_rare = kind in (catalogue.ROUTERS, catalogue.ACTIVATIONS, *_OF_ANY_SORT)
         return is_rare or is_only_called_so or module in registration.restored
     if refusals.unwanted(module, reference.repository) is not None:
         return True

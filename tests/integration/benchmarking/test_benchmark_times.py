@@ -1,6 +1,6 @@
 """How `kernels-ext-npu benchmark` takes times: by the events of torch_npu."""
 
-from itertools import pairwise
+import time
 
 import numpy
 import pytest
@@ -24,6 +24,7 @@ def test_events_enclose_each_run_and_nothing_else(monkeypatch) -> None:
     def run(prepared: torch.Tensor) -> None:
         order.append("run")
         prepared.add_(1)
+        time.sleep(0.002)
 
     softnpu.reset_counters()
     events = call_costs.record(before, run, warm_up=3, repeats=5)
@@ -31,11 +32,8 @@ def test_events_enclose_each_run_and_nothing_else(monkeypatch) -> None:
     assert softnpu.counters()["add_"] == 8
     assert softnpu.counters()["stream_syncs"] == 2  # after the warm-up and at the end: runs are not held up in between
     assert len(events) == 5
-    flat = [event for pair in events for event in pair]
-    assert all(event.query() for event in flat)
-    # in the order in which they were recorded, by the real runtime interface of torch_npu
-    assert all(first.elapsed_time(second) >= 0 for first, second in pairwise(flat))
-    assert sum(first.elapsed_time(second) for first, second in pairwise(flat)) > 0
+    assert all(event.query() for pair in events for event in pair)
+    assert all(start.elapsed_time(end) > 1 for start, end in events)  # by the real runtime interface of torch_npu
 
 
 @pytest.mark.software

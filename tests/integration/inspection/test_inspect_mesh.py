@@ -14,7 +14,7 @@ from tests.support.sizes import sizes
 LAYERS, HIDDEN, HEADS, KEYS, WIDTH, EXPERTS, ROUTED, INNER, VOCABULARY = 5, 64, 8, 4, 16, 16, 2, 32, 128
 SIZES = sizes(HIDDEN, 96, heads=HEADS, keys=KEYS, width=WIDTH, layers=LAYERS, words=VOCABULARY)
 EXPERT_SIZES = {"num_experts": EXPERTS, "num_experts_per_tok": ROUTED, "moe_intermediate_size": INNER}
-FEW = 2  # layers, where it does not matter how many there are
+FEW = 1  # layers, where it does not matter how many there are
 TOKENS = 64
 
 
@@ -68,28 +68,40 @@ def test_collectives_are_those_that_the_sizes_ask_for(moe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "window", "sent_tokens"), [(KEYS // 2, None, TOKENS), (KEYS, 5, 4 * 2 * 4), (KEYS, None, 0)]
+    ("ranks", "keys", "window", "neighbours"),
+    [
+        (4, KEYS // 2, None, 1),
+        (4, KEYS, 5, 1),
+        (4, KEYS, None, 4),
+        (8, KEYS, None, 4),
+        (8, KEYS, 12, 4),
+    ],
 )
-def test_rows_that_ranks_share_gather_keys_and_scatter_their_gradients_or_exchange_heads(
-    tmp_path: Path, keys: int, window: int | None, sent_tokens: int
+def test_rows_that_ranks_share_exchange_heads_of_neighbours_and_gather_keys_of_other_groups(
+    tmp_path: Path, ranks: int, keys: int, window: int | None, neighbours: int
 ) -> None:
-    """Keys and values of whole rows; of each of two blocks of four ranks what a window in the next one sees; or heads.
+    """Queries, keys, values and results of a part; then keys and values of rows, or what windows of the next block see.
 
-    Queries, keys, values and results of a part, and as many bytes for their gradients.
+    Each rank, or group of neighbours, has two blocks. Gradients are as many bytes.
     """
     sizes = SIZES | {"num_key_value_heads": keys, "num_hidden_layers": FEW}
     AutoConfig.for_model("mistral", **sizes, sliding_window=window).save_pretrained(tmp_path)
-    found = report("inspect", tmp_path, "--cp", 4, "--tokens", TOKENS)
-    assert found["mesh"]["ranks"] == found["mesh"]["fsdp"] == 4
+    found = report("inspect", tmp_path, "--cp", ranks, "--tokens", TOKENS)
+    assert found["mesh"]["ranks"] == found["mesh"]["fsdp"] == ranks
     phases = {phase: sent(found["variants"][-1][phase]) for phase in ("forward", "step")}
-    of_cp = {phase: {key[0]: of for key, of in each.items() if key[1] == "cp"} for phase, each in phases.items()}
-    if sent_tokens:
-        gathered = 2 * FEW, 2 * FEW * 2 * sent_tokens * keys * WIDTH
-        expected = {"all_gather": gathered}, {"all_gather": gathered, "reduce_scatter": gathered}
-    else:
-        number, size = 4 * FEW, FEW * 2 * TOKENS // 4 * 2 * (HEADS + keys) * WIDTH
-        expected = {"all_to_all": (number, size)}, {"all_to_all": (2 * number, 2 * size)}
-    assert (of_cp["forward"], of_cp["step"]) == expected
+    of_cp = {
+        phase: {(key[0], key[2]): of for key, of in each.items() if key[1] == "cp"} for phase, each in phases.items()
+    }
+    forward, step, groups = {}, {}, ranks // neighbours
+    if neighbours > 1:
+        number, size = 4 * FEW, FEW * 2 * TOKENS // ranks * 2 * (HEADS + keys) * WIDTH
+        forward["all_to_all", neighbours] = number, size
+        step["all_to_all", neighbours] = 2 * number, 2 * size
+    if groups > 1:
+        tokens = TOKENS if window is None else groups * 2 * (window - 1)
+        gathered = 2 * FEW, 2 * FEW * 2 * tokens * keys // neighbours * WIDTH
+        forward["all_gather", groups] = step["all_gather", groups] = step["reduce_scatter", groups] = gathered
+    assert of_cp == {"forward": forward, "step": step}
 
 
 def test_packed_attention_multiplies_within_sequences(tmp_path: Path) -> None:

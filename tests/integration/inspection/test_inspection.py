@@ -249,11 +249,15 @@ class TestRoofline:
         def loop(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> None:
             torch._grouped_mm(x, weight, offs=ends)
 
-        for product in (fused, loop):
+        def listed(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> None:
+            options = {"group_list": counts, "split_item": 2, "group_type": 0, "group_list_type": 1}
+            torch.ops.npu.npu_grouped_matmul([x], list(weight), **options)
+
+        for product in (fused, listed, loop):
             with FakeTensorMode(), Counting(KnownValues(), SOC) as counting:
                 x, weight = (torch.empty(s, dtype=torch.bfloat16, device="npu") for s in ((3, 64), (128, 64, 32)))
                 product(x, weight, torch.empty(128, dtype=torch.int32, device="npu"))
-            moved = counting.bytes["npu_grouped_matmul" if product is fused else "mm"]
+            moved = counting.bytes["mm" if product is loop else "npu_grouped_matmul"]
             least = 2 * (3 * 64 + 3 * 64 * 32 + 3 * 32)
             assert least <= moved <= least + 8 * 128 + 2 * 3 * 32  # and the counts, or what mm writes into
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
@@ -15,56 +14,12 @@ from kernels_ext_npu.inspection.counting import collectives
 from kernels_ext_npu.inspection.counting.counts import Collective, Counts
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.memory import Memory
-from kernels_ext_npu.measuring.costs import Cost, bytes_of
+from kernels_ext_npu.measuring.costs import Cost, bytes_of, what_runs
 from kernels_ext_npu.measuring.nested import tensors
 from kernels_ext_npu.measuring.products import flops
 from kernels_ext_npu.measuring.roofline import Soc, seconds
 
-
-def fallback(operator: OpOverload) -> Callable[..., Tensor] | None:
-    """Return the loop that runs in the place of an operator; None where the operator runs itself.
-
-    The host waits once in it, for the sizes of the groups.
-    """
-    if operator is not torch.ops.aten._grouped_mm.default:
-        return None
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", "PrivateUse1")
-    return None if has_kernel else grouped_mm
-
-
-def grouped_mm(
-    self: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: object = None
-) -> Tensor:
-    """Multiply group by group, as ``_grouped_mm_fallback`` of ATen/native/GroupedMMUtils.h does.
-
-    ``[T, K]`` and ``[G, K, N]`` make ``[T, N]``; ``[G, M, K]`` and ``[K, T]`` make ``[M, T]``; ``[M, T]`` and
-    ``[T, N]`` make ``[G, M, N]``. The T rows or columns lie in G groups, here of one size: fake tensors do not tell
-    where they end.
-    """
-    if offs is None:
-        return torch.bmm(self, mat2)
-    groups = offs.numel()
-    if mat2.dim() == 3:  # rows of the one side in groups, a matrix of the other for each
-        out = self.new_empty(self.shape[0], mat2.shape[2])
-        left, right, outs = _split(self, groups, 0), mat2, _split(out, groups, 0)
-    elif self.dim() == 3:
-        out = self.new_empty(self.shape[1], mat2.shape[1])
-        left, right, outs = self, _split(mat2, groups, 1), _split(out, groups, 1)
-    else:  # the sums that are products go over groups
-        out = self.new_empty(groups, self.shape[0], mat2.shape[1])
-        left, right, outs = _split(self, groups, 1), _split(mat2, groups, 0), out
-    for one, other, target in zip(left, right, outs):
-        torch.mm(one, other, out=target)
-    return out
-
-
-def _split(tensor: Tensor, groups: int, dim: int) -> Any:
-    """Split a dimension into groups as evenly as can be: the first ones are larger by one."""
-    size, larger = divmod(tensor.shape[dim], groups)
-    return tensor.split([size + (group < larger) for group in range(groups)], dim)
-
-
-Axes = Mapping[str, tuple[str, ...]]
+Axes = defaultdict[str, tuple[str, ...]]
 
 
 class Counting(Cost):
@@ -78,22 +33,22 @@ class Counting(Cost):
         super().__init__()
         self.values, self.soc, self.memory = values, soc, Memory()
         self._counts = Counts(self.launches, self.bytes)
-        self._axes = axes or {}
+        self._axes = Axes(tuple) if axes is None else axes
         self._before = values.waits, values.copies_in
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # these call the operators that run, which come here, too
         kwargs = kwargs or {}
-        if (loop := fallback(operator)) is not None:
+        name, _ = what_runs(operator, args, kwargs)
+        if name == "mm" and operator is torch.ops.aten._grouped_mm.default:  # a loop
             self.values.waits += 1
-            with self:
-                return loop(*args, **kwargs)
-        result = self.values.run(operator, args, kwargs)
+            result = _product_by_groups(*args, **kwargs)
+        else:
+            result = self.values.run(operator, args, kwargs)
         if collectives.is_collective(operator):
             self._count_message(operator, args, kwargs, result)
         elif (moved := self.count(operator, args, kwargs, result)) is not None:
-            name = operator._schema.name.partition("::")[2]
             multiplied = flops(operator, *self.values.with_lists(args, kwargs), result)
             dtype = next((tensor.dtype for tensor in tensors((args, kwargs))), None)
             self._counts.flops[name] += multiplied
@@ -131,7 +86,7 @@ class Counting(Cost):
         if name is None:
             return
         group = collectives.group(operator, args, kwargs)
-        key = Collective(name, collectives.axis(name, self._axes.get(group.group_name, ())), group.size())
+        key = Collective(name, collectives.axis(name, self._axes[group.group_name]), group.size())
         self._counts.calls[key] += 1
         # what is reduced, gathered, scattered or exchanged as a whole: the larger side of it
         self._counts.messages[key] += max(bytes_of(value) for value in (*args, *kwargs.values(), result))
@@ -141,3 +96,13 @@ class Counting(Cost):
             self._counts.seconds["clone"] += cloned / self.soc.bandwidth
         if operator is torch.ops.c10d._reduce_scatter_base_.default and key.axis != "cp":
             self.memory.exclude([args[0]])  # FSDP2's: what comes out is the gradient of weights
+
+
+def _product_by_groups(left: Tensor, right: Tensor, offs: Tensor, *_: Any, **options: Any) -> Tensor:
+    """Make the result of ``_grouped_mm``, of whatever sizes and dtypes: its own meta kernel refuses what a loop takes.
+
+    ``[T, K]`` and ``[G, K, N]`` make ``[T, N]``; ``[G, M, K]`` and ``[K, T]`` make ``[M, T]``; ``[M, T]`` and
+    ``[T, N]`` make ``[G, M, N]``.
+    """
+    groups = (offs.numel(),) if left.dim() == right.dim() == 2 else ()
+    return left.new_empty(*groups, left.shape[-2], right.shape[-1])

@@ -6,7 +6,8 @@ sequences are more of them, and of a window only what the next block sees is sen
 where they came from, by a reduce-scatter. Values travel while keys are put in order, and keys' gradients while those of
 values are made. All of that holds for one layer at a time; a layer that is not checkpointed keeps it.
 
-Or each exchanges its tokens of all heads for all tokens of some, as Ulysses does, where that sends fewer bytes.
+Where there are many devices, neighbours first exchange their tokens of all heads for all tokens of some, as Ulysses
+does, and each gathers keys of its heads alone. With as many neighbours as devices there is nothing left to gather.
 
 A ring, as torch has it, sends what gathering does, (ranks - 1) times the part of a device, and once more in the
 backward, where keys go round again; it knows neither windows nor sinks nor packed sequences.
@@ -15,6 +16,7 @@ backward, where keys go round again; it knows neither windows nor sinks nor pack
 from __future__ import annotations
 
 import functools
+import math
 from itertools import accumulate
 from typing import Any
 
@@ -81,21 +83,19 @@ def attend(
         )
     split = current(not causal and ids is None)
     begins = ((0,),) * len(query) if ids is None else _begins[ids]
-    tokens = query.shape[2]
-    total = tokens * split.ranks
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (t.to(torch.get_autocast_dtype(query.device.type)) for t in (query, key, value))
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    if exchanges := _exchanges_heads(split, query, key, left):
-        if (copies := split.ranks // key.shape[2]) > 1:  # a device has one key head at least
-            key, value = (tensor.repeat_interleave(copies, dim=2) for tensor in (key, value))
-        query, key, value = Exchange.apply(split, True, query, key, value)
-        key, value = (tensor.flatten(0, 1) for tensor in (key, value))
-        s_aux = None if s_aux is None else s_aux.chunk(split.ranks)[split.rank]
-        lengths, key_lengths, _ = _pieces((0,), total, total, begins, None, causal)
+    heads, keys = split.grouped(_neighbours(split, query, key, left))
+    if heads.ranks > 1:
+        query, key, value = Exchange.apply(heads, True, query, key, value)
+        s_aux = None if s_aux is None else s_aux.chunk(heads.ranks)[heads.rank]
+    tokens = query.shape[1]
+    lengths, key_lengths, ranges = _pieces(keys.blocks(keys.rank), tokens, tokens * keys.ranks, begins, left, causal)
+    if keys.ranks > 1:
+        key, value = Gather.apply(keys, ranges, left, key, value)
     else:
-        lengths, key_lengths, ranges = _pieces(split.blocks(split.rank), tokens, total, begins, left, causal)
-        key, value = Gather.apply(split, ranges, left, key, value)
+        key, value = (tensor.flatten(0, 1) for tensor in (key, value))
     result = registration.package(NPU_FLASH_ATTENTION.repository).flash_attn_varlen_func(
         query.flatten(0, 1),
         key,
@@ -110,27 +110,33 @@ def attend(
         s_aux=s_aux,
     )
     result = result.unflatten(0, query.shape[:2])
-    return Exchange.apply(split, False, result)[0] if exchanges else result
+    return Exchange.apply(heads, False, result)[0] if heads.ranks > 1 else result
 
 
-def _exchanges_heads(split: Split, query: Tensor, key: Tensor, left: int | None) -> bool:
-    """Tell whether devices can share heads, and send less by exchanging them than by gathering keys and values.
+def _neighbours(split: Split, query: Tensor, key: Tensor, left: int | None) -> int:
+    """Return how many neighbours exchange heads, so that a device sends least; 1 where keys are gathered alone.
 
-    Of each token a device sends keys and values to all others, or to each its heads of them, of the query and of the
-    result; in the backward the same again.
+    Of each token it sends to its neighbours their heads of the query, the key, the value and the result, and then keys
+    and values of its own heads to all other groups; in the backward the same again. Without windows that is least for
+    as many neighbours as there can be, or for one, with up to 1 + N / N_k devices. More than N_k never send less:
+    copies of keys would travel.
 
     Args:
-        split: how they share the sequence.
+        split: how devices share the sequence.
         query: ``[B, tokens, N, D]``.
         key: ``[B, tokens, N_k, D]``.
         left: how many keys in front of a token it sees, None of all: of a block only those at its end are gathered.
     """
-    heads, key_heads, ranks = query.shape[2], key.shape[2], split.ranks
-    if heads % ranks or (key_heads % ranks and ranks % key_heads):
-        return False
+    heads, key_heads = query.shape[2], key.shape[2]
     size = query.shape[1] // len(split.blocks(0))
-    gathered = key_heads if left is None else key_heads * min(left, size) / size
-    return (heads + max(key_heads, ranks)) / ranks < gathered
+
+    def sent(neighbours: int) -> float:
+        exchanged = (heads + key_heads) * (1 - 1 / neighbours)
+        gathered = key_heads * (split.ranks / neighbours - 1)
+        return exchanged + (gathered if left is None else gathered * min(left / (neighbours * size), 1))
+
+    common = math.gcd(split.ranks, heads, key_heads)
+    return min((number for number in range(1, common + 1) if common % number == 0), key=sent)
 
 
 def current(in_any_order: bool = False) -> Split:

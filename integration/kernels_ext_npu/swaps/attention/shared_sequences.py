@@ -13,6 +13,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+# the groups that were made of a group, by how many neighbours there are: those of this device, and one of each
+_made: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,35 @@ class Split:
     def blocks(self, rank: int) -> tuple[int, ...]:
         """Return which blocks of a sequence a device has."""
         return (rank, 2 * self.ranks - 1 - rank) if self.is_balanced else (rank,)
+
+    def grouped(self, size: int) -> tuple[Split, Split]:
+        """Return how groups of so many neighbours share what they have together, and how they share the sequence.
+
+        For example, two of four devices have the blocks 0 and 7, 1 and 6. Together these are 0, 1, 6 and 7, which they
+        share as any two devices do; and they are the blocks 0 and 3, twice as large, of what two groups share.
+        """
+        is_all = size == self.ranks
+        inner, outer = (self.group, self.group) if is_all or size == 1 else self._groups(size)
+        number, place = divmod(self.rank, size)
+        return (
+            Split(inner, place, size, self.is_balanced),
+            Split(outer, number, self.ranks // size, self.is_balanced and not is_all),
+        )
+
+    def _groups(self, size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Return the group of this device and its neighbours, and that of one of each: all have to call this."""
+        made = _made.setdefault(self.group, {})
+        if size not in made:
+            ranks = dist.get_process_group_ranks(self.group)
+            place = self.rank % size
+            first = self.rank - place
+            backend: Any = self.group._get_backend(self.group._device_types[0])
+            timeout = getattr(getattr(backend, "options", None), "_timeout", None)  # torch would take its own default
+            made[size] = tuple(
+                dist.new_group(members, timeout, use_local_synchronization=True)
+                for members in (ranks[first : first + size], ranks[place::size])
+            )
+        return made[size]
 
     def gather(self, *parts: Tensor) -> Iterator[list[Tensor]]:
         """Give the blocks of all devices in the order of the sequence, of each part ``[B, tokens, ...]``."""

@@ -15,7 +15,7 @@ from kernels_ext_npu.swaps.named_implementation import NPU_GROUPED_MM
 from kernels_ext_npu.swaps.protocol import Swapping
 
 # what layers of the kernel compute without a call of it
-_PASSED_BY = {
+_BYPASSED = {
     **dict.fromkeys((*serving.WITH_LISTS, "ScaledTokensMoEBlock"), "experts"),
     "FlatExperts": "mlp",
     "CorrectedSoftmaxTopKRouter": "moe_statics",
@@ -37,10 +37,10 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     It looks now, since it could not while a graph is captured.
     """
     for module, layer, package in swapping.placed:
-        if (name := _PASSED_BY.get(layer)) is not None:
-            passed_by: Any = module._modules[name]
-            first = passed_by[0] if isinstance(passed_by, nn.ModuleList) else passed_by
-            package.blocks.remember_forward(passed_by, kernel_forward(first))
+        if (name := _BYPASSED.get(layer)) is not None:
+            bypassed: Any = module._modules[name]
+            first = bypassed[0] if isinstance(bypassed, nn.ModuleList) else bypassed
+            package.blocks.remember_forward(bypassed, kernel_forward(first))
     for module, kernel in serving.served(swapping.modules):
         if not kernel.gates.is_current(module):
             kernel.gates.forget(module)

@@ -115,11 +115,9 @@ def gradients_of_gates(chunks: Chunks, decays: Decays, of_products: OfProducts, 
     trailed = of_led.trailed.mul_(trail)
     grad_key = earlier.sub_(later_key).addcmul_(query, alone).addcmul_(trailed, beta)
     kept = trailed.mul_(key)
-    passed = kept * beta  # subtracted as it is added to the chunk's end: nothing is left of what goes through no gate
-    sums.sub_(passed)
     of_beta = kept.sum(-1, keepdim=True)
     grad_query = torch.addcmul(later_query, key, alone)
-    return Gradients(grad_query, grad_key, sums, of_beta, passed.sum(1, keepdim=True))
+    return Gradients(grad_query, grad_key, sums, of_beta, kept.mul_(beta))
 
 
 def _beside(keys: Tensor, queries: Tensor, weights: Tensor, sign: int = 1) -> Tensor:

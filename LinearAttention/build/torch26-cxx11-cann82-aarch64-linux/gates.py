@@ -88,9 +88,9 @@ class Gradients(NamedTuple):
 
     Attributes:
         query, key: ``[M / shared, C, K]``.
-        sums: of sums of gates, ``[M, C, G]``, without what passes on to the end of the chunk.
+        sums: of sums of gates, ``[M, C, G]``, but for what tokens pass on to the end of their chunk.
         kept: of β, as far as keys are added to the state behind the chunk, ``[M, C, 1]``.
-        passed: what tokens of the chunk pass on to its end, ``[M, 1, G]``.
+        passed: that, by the token that passes it on, ``[M, C, G]``.
     """
 
     query: Tensor
@@ -113,15 +113,29 @@ def sums_of(gates: Gates) -> Tensor:
     return sums.transpose(2, 3).flatten(0, 2)
 
 
-def summed_back(grad: Tensor, bounds: Bounds | None, batch: int, length: int) -> Tensor:
-    """Compute the gradient of gates ``[B, T, H, G]`` from that of their sums ``[N * B * H, C, G]``."""
-    grad = grad.unflatten(0, (number(length), batch, -1)).transpose(2, 3)
-    flat = grad.flatten(3).flatten(0, 1)
+def gate_gradients(passed: Tensor, sums: Tensor, bounds: Bounds | None, batch: int, length: int) -> Tensor:
+    """Compute the gradients of gates, ``[B, T, H, G]``.
+
+    The gate of a token has part in the sums of it and of later tokens, and in what tokens before it pass on. Taken as a
+    gradient of sums the latter would be that of all tokens less that of later ones. The last token passes on most,
+    through no gate: little would be left of the digits of the others.
+
+    Args:
+        passed: what tokens pass on to the ends of their chunks, ``[N * B * H, C, G]``.
+        sums: the gradients of sums of gates but for that, likewise.
+        bounds: of packed sequences, None where rows are one sequence.
+        batch: B.
+        length: T.
+    """
+    by_row = (x.unflatten(0, (number(length), batch, -1)).transpose(2, 3) for x in (passed, sums))
+    both = torch.cat(list(by_row), 2)  # [N, B, 2 C, H, G]
     if bounds is None:
-        behind = torch.ones(CHUNK, CHUNK, dtype=flat.dtype, device=flat.device).triu().expand(flat.shape[0], -1, -1)
+        same = torch.ones(1, CHUNK, CHUNK, dtype=both.dtype, device=both.device).tril()
     else:
-        behind = bounds.same.flatten(0, 1).float().transpose(-1, -2)
-    return torch.bmm(behind, flat).view(grad.shape).transpose(0, 1).flatten(1, 2)[:, :length]
+        same = bounds.same.flatten(0, 1).float()
+    before_and_behind = torch.cat([same.tril(-1), same.transpose(-1, -2)], 2).expand(both.shape[:2].numel(), -1, -1)
+    found = torch.bmm(before_and_behind, both.flatten(3).flatten(0, 1))
+    return found.view(both.shape[0], batch, CHUNK, *both.shape[3:]).transpose(0, 1).flatten(1, 2)[:, :length]
 
 
 def decays(gates: Gates) -> Decays:

@@ -47,8 +47,7 @@ def gradients_of_gates(
     query, key, beta, shared, (lead, trail, _) = chunks.query, chunks.key, chunks.beta, chunks.shared, decays
     carried = lead * (dots(of_led.query, query, shared) - dots(of_led.key, key, shared))
     kept = trail * dots(of_led.trailed, key, shared)
-    passed = kept * beta
-    sums = torch.bmm(of_products.pairs, beta) - beta * of_products.given + carried - passed
+    sums = torch.bmm(of_products.pairs, beta) - beta * of_products.given + carried
 
     between = between * beta.transpose(-1, -2)
     grad_keys, grad_queries = (_of_group(grad * between, shared) for grad in (of_products.keys, of_products.queries))
@@ -57,7 +56,7 @@ def gradients_of_gates(
     grad_key = _of_group(of_led.trailed.mul_(trail * beta).addcmul_(of_led.key, lead, value=-1), shared)
     grad_key = torch.baddbmm(grad_key, grad_queries.transpose(-1, -2), query)
     grad_key = torch.baddbmm(grad_key, grad_keys + grad_keys.transpose(-1, -2), key, alpha=-1)
-    return Gradients(grad_query, grad_key, sums, kept, passed.sum(1, keepdim=True))
+    return Gradients(grad_query, grad_key, sums, kept, kept * beta)
 
 
 def _weighted(x: Tensor, weights: Tensor, shared: int) -> Tensor:

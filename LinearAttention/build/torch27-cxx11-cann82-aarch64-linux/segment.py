@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import channel_gates, scalar_gates
 from .chunks import from_chunks, to_chunks
-from .gates import Gates, Led, OfLed, OfProducts, decays, dots, summed_back
+from .gates import Gates, Led, OfLed, OfProducts, decays, dots, gate_gradients
 from .scan import States, scan
 from .sequences import Bounds
 from .triangle import inverse
@@ -176,7 +176,7 @@ def last_state(chunks: Chunks, value: Tensor, state: Tensor) -> Tensor:
 
 def backward(
     chunks: Chunks, found: Inner, used: Used, states: Tensor, grad: Tensor, grad_state: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Compute the gradients of the tokens in chunks, and of the state before them.
 
     A gate between two tokens has the gradient of what the one gives the other, and of nothing else: not of what a token
@@ -191,7 +191,7 @@ def backward(
         grad_state: that of the last state, ``[rows, K, V]``; None for zeros.
 
     Returns:
-        The gradients of query, key, value, beta and the sums of gates, and of the first state.
+        The gradients of query, key, value and beta, two parts of those of gates, and that of the first state.
     """
     kind, edges = chunks.kind, decays(chunks.gates)
     led = kind.led(chunks, edges)
@@ -216,8 +216,8 @@ def backward(
     given = pairs.sum(-2).unsqueeze(-1)
     of_products = OfProducts(grad_keys, grad_queries, pairs, given)
     query, key, sums, kept, passed = kind.gradients_of_gates(chunks, edges, of_products, found.between, of_led)
-    sums[:, -1:] += passed + led.whole.unsqueeze(1) * _shared(before, behind, sums.shape[-1])
-    return query, key, grad_new, given + alone + kept, sums, grads.last
+    sums[:, -1:] += led.whole.unsqueeze(1) * _shared(before, behind, sums.shape[-1])
+    return query, key, grad_new, given + alone + kept, passed, sums, grads.last
 
 
 def _shared(before: Tensor, behind: Tensor, size: int) -> Tensor:
@@ -236,7 +236,7 @@ def token_gradients(
     dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
     """Bring the gradients of chunks into the shapes and dtypes of the tokens; that of the values is of ``dtype``."""
-    query, key, value, beta, sums = grads
+    query, key, value, beta, *of_gates = grads
     batch, length, heads = tokens.value.shape[:3]
     copies = heads // tokens.key.shape[2] // chunks.shared
     if options.normalised:
@@ -245,6 +245,6 @@ def token_gradients(
         from_chunks(query, batch, length, tokens.query.dtype, copies, factors.query),
         from_chunks(key, batch, length, tokens.key.dtype, copies, factors.key),
         from_chunks(value, batch, length, dtype),
-        summed_back(sums, chunks.gates.bounds, batch, length).to(tokens.g.dtype),
+        gate_gradients(*of_gates, chunks.gates.bounds, batch, length).to(tokens.g.dtype),
         from_chunks(beta, batch, length, tokens.beta.dtype).squeeze(-1),
     )

@@ -76,6 +76,7 @@ class _DeltaRule(torch.autograd.Function):
             in_chunks = to_chunks(part.value)
             *grads, grad_state = segment.backward(chunks, inner, used, states[n], in_chunks, grad_state)
             found.append(segment.token_gradients(chunks, part, ctx.options, factors, tuple(grads), ctx.dtype))
+            del grads  # or they would be there while the next segment is computed
         tensors = [_joined(list(one)[::-1]) for one in zip(*found)]
         return *tensors, None if state is None else grad_state, None, None, None
 

@@ -106,10 +106,10 @@ def first_line(error: BaseException) -> str:
     return next((text.strip() for text in str(error).splitlines() if text.strip()), type(error).__name__)
 
 
-def choices(name: str, known: Iterable[str]) -> str:
+def choices(name: object, known: Iterable[str]) -> str:
     """Say which names are known, behind the one that may have been meant, in capital letters or not."""
     by_name = {each.lower(): each for each in known}
-    near = difflib.get_close_matches(name.lower(), by_name, n=1)
+    near = difflib.get_close_matches(str(name).lower(), by_name, n=1)
     question = f"did you mean {by_name[near[0]]}? " if near else ""
     return f"{question}there are {', '.join(known)}"
 

@@ -50,3 +50,7 @@ def test_what_is_not_there_is_named() -> None:
         kernels_ext_npu.load("RMSNrom")
     with pytest.raises(FileNotFoundError, match='did you mean "bundled"'):
         kernels_ext_npu.load("RMSNorm", source="bundle")
+    with pytest.raises(ValueError, match="there is no kernel None: there are Activation, CrossEntropy"):
+        kernels_ext_npu.load(None)
+    with pytest.raises(FileNotFoundError, match=r"source='None': .* A source is \"bundled\", \"hub\", or the path"):
+        kernels_ext_npu.load("RMSNorm", source=None)

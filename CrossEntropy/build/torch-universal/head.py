@@ -35,14 +35,14 @@ def _is_fused(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> boo
     """Tell whether ``npu_fused_linear_online_max_sum`` computes the logits; a graph of torch.compile has its own ways.
 
     Its limits (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu/torch_npu-npu_fused_linear_online_max_sum.md.
-    CANN has its kernel since 8.5, and the wheels of torch_npu for 9.1 call it. It copies what is not contiguous.
+    CANN has its kernel since 8.5, and the wheels of torch_npu for 9.1 call it. It copies what is not contiguous. Where
+    256 logits side by side are -inf, as float16 has them below -65504, its sums are NaN.
     """
     return (
         CANN >= (9, 1)
         and bias is None
         and hidden_states.device.type == "npu"
-        and hidden_states.dtype == weight.dtype
-        and hidden_states.dtype in (torch.float16, torch.bfloat16)
+        and hidden_states.dtype == weight.dtype == torch.bfloat16
         and 0 < hidden_states.shape[1] <= _LONGEST
         and hidden_states.shape[0] > 0
         and weight.shape[0] > 0

@@ -30,8 +30,13 @@ def layer_norm(hidden_states: Tensor, weight: Tensor | None, bias: Tensor | None
 
     Returns:
         ``[..., H]`` in the dtype of ``hidden_states``.
+
+    Raises:
+        ValueError: a weight or bias does not broadcast to ``hidden_states``.
     """
     dtype, size = hidden_states.dtype, hidden_states.shape[-1:]
+    _check("weight", weight, hidden_states)
+    _check("bias", bias, hidden_states)
     if hidden_states.device.type == "npu" and dtype not in _FUSED_DTYPES:
         return _layer_norm_in_torch(hidden_states, weight, bias, eps)
     parts = [part for part in (weight, bias) if part is not None]
@@ -119,6 +124,17 @@ class _AddLayerNorm(torch.autograd.Function):
             d_weight if needs_weight else None,
             d_bias if needs_bias else None,
             None,
+        )
+
+
+def _check(name: str, part: Tensor | None, hidden_states: Tensor) -> None:
+    """Refuse what would not keep the shape of ``hidden_states``."""
+    if part is None or part.shape == hidden_states.shape[-1:]:
+        return
+    dimensions = zip(reversed(part.shape), reversed(hidden_states.shape))
+    if part.dim() > hidden_states.dim() or any(own not in (1, size) for own, size in dimensions):
+        raise ValueError(
+            f"layer_norm: {name} {list(part.shape)} must broadcast to hidden_states {list(hidden_states.shape)}"
         )
 
 

@@ -59,7 +59,7 @@ def load(kernel: str, source: str | Path = "bundled") -> ModuleType:
         torch.Size([2, 64])
     """
     by_name = {name.lower(): name for name in REPOSITORIES}
-    name = kernel.lower().removeprefix(f"{ORGANISATION}/")
+    name = str(kernel).lower().removeprefix(f"{ORGANISATION}/")
     if name not in by_name:
         raise ValueError(f"there is no kernel {kernel!r}: {choices(name, REPOSITORIES)}")
     check(source, [by_name[name]])
@@ -98,6 +98,6 @@ def root(source: str | Path) -> Path:
     The bundled ones are inside the installed package, and in a clone beside it: the package is built from them.
     """
     if source != "bundled":
-        return Path(source).expanduser().resolve()
+        return Path(str(source)).expanduser().resolve()
     package = Path(__file__).parent.parent
     return package / "bundled" if (package / "bundled").is_dir() else package.parent.parent

@@ -71,6 +71,7 @@ def test_without_any_the_model_is_the_original() -> None:
         ("RMSNorm", r"is one name; give a list, such as \['RMSNorm'\]"),
         (["RoPe"], rf"no kernel 'RoPe': did you mean RoPE\? there are {NAMES}$"),
         (["Convolution"], f"no kernel 'Convolution': there are {NAMES}$"),
+        ([None], f"no kernel None: there are {NAMES}$"),
     ],
 )
 def test_a_name_that_is_none_changes_nothing(registered, kernels, message: str) -> None:

@@ -1,0 +1,33 @@
+"""layer_norm of weights and biases with more dimensions than one, and of such that do not fit."""
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+
+def exact(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    apart = x.double() - x.double().mean(-1, keepdim=True)
+    return apart / (apart.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double() + bias.double()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(8,), (4, 8), (4, 1), (1,), (2, 1, 4, 8), ()])
+def test_what_broadcasts_is_multiplied_and_added(kernel: ModuleType, shape, dtype) -> None:
+    """In float32 the norm, the product and the sum round: 2^-20 of the largest value."""
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(2, 3, 4, 8, dtype=dtype), torch.randn(shape), torch.randn(shape)
+    found = kernel.layer_norm(x.npu(), weight.npu(), bias.npu(), 1e-6).cpu()
+    expected = exact(x, weight, bias)
+    assert found.dtype == dtype
+    assert (found - expected).abs().max() <= 2**-20 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(7,), (16,), (3, 8), (2, 2, 4, 8)])
+def test_what_would_widen_the_result_or_does_not_fit_is_refused(kernel: ModuleType, shape, dtype) -> None:
+    x, part = torch.ones(1, 4, 8, dtype=dtype, device="npu"), torch.ones(shape, dtype=dtype, device="npu")
+    for name, parts in {"weight": (part, None), "bias": (None, part)}.items():
+        with pytest.raises(ValueError, match=rf"{name} \[.*\] must broadcast to hidden_states \[1, 4, 8\]"):
+            kernel.layer_norm(x, *parts, 1e-6)

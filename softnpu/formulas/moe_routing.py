@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, bfloat16, float16, float32, int8, int32, int64
 
 from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
+from softnpu.cann import require_before
 from softnpu.formulas import formula
 
 COUNTS, PAIRS = 1, 2  # expert_tokens_num_type
@@ -99,6 +100,8 @@ def npu_moe_init_routing_v2(
     given = f"x {describe(x)} and expert_idx {describe(expert_idx)}"
     require(fits, operator, f"{given} must have 2 dimensions and the same number of rows")
     require(active_num >= -1, operator, f"active_num should be greater than or equal to -1, got {active_num}")
+    rule = f"active_num must be all {expert_idx.numel()} rows that x expands to, got {active_num}"
+    require_before((9, 0), active_num == expert_idx.numel(), operator, rule)
     kind = expert_tokens_num_type
     counted = kind in (COUNTS, PAIRS) and expert_tokens_num_flag
     require(

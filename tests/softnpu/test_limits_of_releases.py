@@ -60,6 +60,13 @@ def added_groups() -> None:
     torch.ops.npu.npu_grouped_matmul_add_(total, x, x, torch.tensor([1, 3], device="npu"))
 
 
+def routed(**options: int) -> None:
+    x, experts = torch.ones(4, 8, device="npu"), torch.ones(4, 1, dtype=torch.int32, device="npu")
+    counting = {"expert_num": 2, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True}
+    given = {**counting, "quant_mode": -1, "active_expert_range": [0, 2], **options}
+    torch.ops.npu.npu_moe_init_routing_v2(x, experts, **given)
+
+
 def unpermuted_gradient(weights: torch.dtype) -> None:
     rows, order = torch.ones(4, 8, dtype=torch.bfloat16, device="npu"), torch.arange(4, dtype=torch.int32).npu()
     probs = torch.ones(2, 2, dtype=weights, device="npu")
@@ -98,6 +105,8 @@ CALLS: dict[str, tuple[Callable[[], None], tuple[int, int], str]] = {
     "heads of 520": (lambda: packed_gradient(520, 1, 0), (8, 5), "D is 1 to 512"),
     "sums of groups": (summed_groups, (8, 3), "group_type currently only support -1 and 0"),
     "sums of groups, added": (added_groups, (8, 2), ""),
+    "all rows of experts": (lambda: routed(active_num=4), (8, 2), ""),
+    "rows of experts, not said how many": (routed, (9, 0), "active_num must be all 4 rows"),
     "weights like rows": (lambda: unpermuted_gradient(torch.bfloat16), (8, 2), ""),
     "weights of float32": (lambda: unpermuted_gradient(torch.float32), (9, 0), "grad_probs has the dtype of the rows"),
     "gamma like x": (lambda: normed(torch.bfloat16), (8, 2), ""),

@@ -144,6 +144,27 @@ def test_gating_is_one_launch_where_the_release_has_its_shape(kernels, name) -> 
     assert_close(results[0][1], results[1][1], "gradient")
 
 
+# ---- indexers -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("gap", [False, True], ids=["together", "with a gap"])
+def test_keys_of_one_query_are_chosen_by_an_operator_where_there_is_one(kernels, gap) -> None:
+    """Integers of few bits: their scores are exact in float16, and half a score lies between one key and the next."""
+    keys, count = 96, 16
+    seen = torch.arange(keys) % keys >= 8
+    seen[40:44] &= not gap
+    order = torch.randperm(keys, generator=torch.Generator().manual_seed(0))
+    query, key = torch.zeros(1, 1, 64, 128), torch.zeros(1, keys, 128)
+    query[..., 0], key[..., 0] = 1, order.float()
+    found = []
+    for device in ("npu", "cpu"):
+        mask = seen.view(1, 1, keys).to(device)
+        moved = [each.half().to(device) for each in (query, key, torch.ones(1, 1, 64))]
+        softnpu.reset_counters()
+        found.append(kernels["FlashAttention"].top_k_keys(*moved, mask, count).cpu().sort().values)
+        launches = launched("npu_lightning_indexer")
+        assert launches == (2 if device == "npu" and RELEASE >= (9, 0) else 0)
+    assert torch.equal(found[0], found[1])
+
+
 # ---- nothing --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8)])
 def test_nothing_is_launched_of_empty_tensors(kernels, shape) -> None:

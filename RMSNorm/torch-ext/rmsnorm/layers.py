@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 )
 
 from .functional import norm, zero_centered_norm
-from .gated import GATES, NormGate, gated_norm
+from .gated import GATES, gated_norm
 from .hyper_connections import hyper_connection, hyper_head, independent_hyper_connection
 from .layer_norm import add_layer_norm, layer_norm
 
@@ -208,17 +208,12 @@ def eps_of(module: nn.Module) -> float:
 def _gated(
     module: nn.Module, layer: type[_Layer], hidden_states: Tensor, gate: Tensor | None, rounds_norm: bool
 ) -> Tensor:
-    """Compute a norm, and its gate if there is one, as one of the layers here does for a module."""
+    """Compute a norm, and its gate if there is one, as one of the layers here does for a module.
+
+    A gate goes through SiLU, unless the norm names another function. What that cannot be told of calls the original.
+    """
     if gate is None:
         return norm(hidden_states, _weight(module).float(), eps_of(module))
-    kind = _kind_of_gate(module, layer)
-    if kind is None:
-        return type(module).forward(module, hidden_states, gate)
-    return gated_norm(hidden_states, gate, _weight(module), eps_of(module), kind, rounds_norm)
-
-
-def _kind_of_gate(module: nn.Module, layer: type[_Layer]) -> NormGate | None:
-    """Return what a gate goes through: SiLU, unless the norm names another function; None if that is to be called."""
     name = module.activation if _has(module, "activation") else "silu"
     if type(module).forward is layer.forward:  # it replaces nothing
         if name not in GATES:
@@ -231,8 +226,8 @@ def _kind_of_gate(module: nn.Module, layer: type[_Layer]) -> NormGate | None:
         or _global_backward_hooks
         or _global_backward_pre_hooks
     ):
-        return None
-    return GATES[name]
+        return type(module).forward(module, hidden_states, gate)
+    return gated_norm(hidden_states, gate, _weight(module), eps_of(module), GATES[name], rounds_norm)
 
 
 def _is_plain(norm: nn.Module) -> bool:

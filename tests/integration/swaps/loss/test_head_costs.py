@@ -73,7 +73,7 @@ def test_holding_the_output_costs_one_product_and_its_result(checkpointing: bool
     assert held.peak - let_go.peak == logits
     found = [round(each / 1e9, 1) for each in (let_go.bytes.total(), held.bytes.total(), let_go.peak, held.peak)]
     assert found[2:] == ([4.0, 5.2] if checkpointing else [19.7, 21.0])
-    assert checkpointing or [round(each) for each in found[:2]] == [234, 237]
+    assert checkpointing or [round(each) for each in found[:2]] == [228, 231]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

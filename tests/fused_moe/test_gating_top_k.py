@@ -176,6 +176,18 @@ def test_it_compiles_in_one_graph(kernel, grad) -> None:
         (torch.zeros(2, 4), {"k": 1, "groups": 3}, ValueError, "groups = 3"),
         (torch.zeros(2, 4), {"k": 1, "top_groups": 2}, ValueError, "top_groups = 2, groups = 1"),
         (torch.zeros(2, 3).long(), {"k": 1}, TypeError, "must be floating point, got torch.int64"),
+        (
+            torch.zeros(2, 3),
+            {"k": 1, "scores": "tanh"},
+            ValueError,
+            "scores must be one of sigmoid, softmax, got 'tanh'",
+        ),
+        (
+            torch.zeros(2, 4),
+            {"k": 1, "groups": 2, "group_scores": "mean"},
+            ValueError,
+            "group_scores must be one of two best, best, got 'mean'",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(kernel, logits, options, error, message) -> None:

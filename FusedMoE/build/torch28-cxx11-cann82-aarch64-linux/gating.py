@@ -72,7 +72,8 @@ def gating_top_k(
         The weights, ``[T, k]`` in the dtype of ``logits``, and the experts, int64 ``[T, k]``.
 
     Raises:
-        ValueError: ``logits`` is not two-dimensional, or ``k`` or the groups do not fit its last dimension.
+        ValueError: ``logits`` is not two-dimensional, ``k`` or the groups do not fit its last dimension, or scores are
+            none of those.
         TypeError: ``logits`` is not floating point.
     """
     gating = _Gating(k, scores, groups, top_groups, group_scores, renormalise, scale, epsilon)
@@ -104,6 +105,12 @@ def _check(logits: Tensor, gating: _Gating) -> None:
         )
     if not logits.is_floating_point():
         raise TypeError(f"gating_top_k: logits must be floating point, got {logits.dtype}")
+    for name, given, known in (
+        ("scores", gating.scores, ("sigmoid", "softmax")),
+        ("group_scores", gating.group_scores, ("two best", "best")),
+    ):
+        if given not in known:
+            raise ValueError(f"gating_top_k: {name} must be one of {', '.join(known)}, got {given!r}")
 
 
 def _is_fused(logits: Tensor, bias: Tensor | None, gating: _Gating, writes_scores: bool) -> bool:

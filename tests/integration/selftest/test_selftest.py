@@ -77,6 +77,12 @@ def test_a_fault_of_one_per_cent_is_seen(tmp_path, fault: Fault) -> None:
     assert seen(fault, tmp_path)
 
 
+def test_none_is_seen_where_there_is_none(tmp_path) -> None:
+    """In all three dtypes: a case that fails by itself would see every fault."""
+    same = Fault("CrossEntropy", "head.py", "", "largest + total.log()", "total.log() + largest")
+    assert seen(same, tmp_path) == []
+
+
 @pytest.mark.parametrize(("value", "larger"), [(1.02, True), (math.nan, True), (1.0 + 1e-7, False)])
 def test_differences_are_relative_and_a_nan_is_one(value: float, larger: bool) -> None:
     exact = [torch.ones(2, dtype=torch.float64)]

@@ -25,8 +25,8 @@ def _of_head(hidden_states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor
     return F.cross_entropy(hidden_states @ weight.mT + bias, labels, reduction="none")
 
 
-def _with_entropy(hidden_states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    log_probs = F.log_softmax(hidden_states @ weight.mT + bias, -1)
+def _with_entropy(hidden_states: Tensor, weight: Tensor, *bias: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    log_probs = F.log_softmax(F.linear(hidden_states, weight, *bias), -1)
     return log_probs.gather(-1, labels[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
 
 
@@ -66,10 +66,10 @@ def _functions(at: str, words: int) -> list[Function]:
             drawn((ROWS, HIDDEN), (words, HIDDEN)),
         ),
         function(
-            "linear_log_probs_and_entropy",
-            lambda f, h, w, b: f(h, w, chosen.to(h.device), b),
+            "linear_log_probs_and_entropy",  # of few words the gradient of a bias is a sum that cancels
+            lambda f, h, w, *b: f(h, w, chosen.to(h.device), *b),
             partial(_with_entropy, labels=chosen),
-            head,
+            drawn((ROWS, HIDDEN), (words, HIDDEN)) if at else head,
         ),
         function(
             "linear_generalized_jsd",

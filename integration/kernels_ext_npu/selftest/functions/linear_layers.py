@@ -51,9 +51,9 @@ def _exactly_beside(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _constants(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a weight and an input of 4096 rows that fit to factors, exact in 16 bits."""
+    """Return a weight and an input of 4096 rows that fit to factors, exact in 16 bits; gradients are within float16."""
     sizes = b.shape[0], MANY
-    return tuple(torch.linspace(-1, 1, n * a.shape[1]).view(n, -1).mul(64).round().div(64) for n in sizes)  # type: ignore[return-value]
+    return tuple(torch.linspace(-1, 1, n * a.shape[1]).view(n, -1).mul(64).round().div(256) for n in sizes)  # type: ignore[return-value]
 
 
 def _exactly_adapted(x: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import uuid
@@ -111,21 +110,7 @@ def _from_folder(folder: Path) -> KernelRepository:
     except ValueError as error:
         raise BundleError(str(error)) from error
     files = {f"build/{path}": content for path, content in found.items()}
-    return KernelRepository(folder.name, _version(files), files)
-
-
-def _version(files: dict[str, bytes]) -> int:
-    """Return the version that the first metadata says.
-
-    Where others do not agree they are refused later, as is metadata without one.
-    """
-    for path, content in files.items():
-        if path.endswith("/metadata.json"):
-            try:
-                return int(json.loads(content)["version"])
-            except (KeyError, TypeError, ValueError):
-                break
-    return sources.VERSION
+    return KernelRepository(folder.name, sources.VERSION, files)
 
 
 def _from_hub(name: str) -> KernelRepository:

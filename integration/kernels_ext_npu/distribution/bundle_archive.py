@@ -55,8 +55,7 @@ class KernelRepository:
 def pack(repositories: list[KernelRepository]) -> bytes:
     """Return the bytes of the bundle that holds these repositories; refuse paths that none can hold, and too much."""
     files = {f"{each.name}/{path}": content for each in repositories for path, content in each.files.items()}
-    if problems := _unfit({path: len(content) for path, content in files.items()}):
-        raise BundleError("\n".join(problems))
+    refuse(_unfit({path: len(content) for path, content in files.items()}))
     members = {_place(_digest(content)): content for content in files.values()}
     return _zip(members | {MANIFEST: _manifest(repositories)})
 
@@ -81,9 +80,14 @@ def unpack(archive: Path) -> list[KernelRepository]:
     repositories, problems = _read(members)
     if not problems and pack(repositories) != data:
         problems = ["the archive is not the one that its content makes: something was added, changed or packed anew"]
-    if problems:
-        raise BundleError("\n".join(f"{archive}: {problem}" for problem in problems))
+    refuse([f"{archive}: {problem}" for problem in problems])
     return repositories
+
+
+def refuse(problems: list[str]) -> None:
+    """Raise BundleError with these reasons, if there are any."""
+    if problems:
+        raise BundleError("\n".join(problems))
 
 
 def _place(digest: str) -> str:

@@ -18,6 +18,7 @@ from kernels_ext_npu.machine.cann_releases import Release, release_of
 from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.comparing import Results
 from kernels_ext_npu.selftest.functions.attention import packed
+from kernels_ext_npu.selftest.functions.norms import EPS, quick_gelu, rms_norm
 from kernels_ext_npu.selftest.functions.rotary import rotated
 
 OLDEST, NEVER = (0, 0), (99, 0)
@@ -112,8 +113,8 @@ def _summed(added: bool) -> Pair:
 
 def _normed(dtype: torch.dtype) -> Pair:
     x, weight = _draw(4, 64), _draw(64, seed=1, dtype=dtype)
-    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * weight.double()
-    return [torch.ops.npu.npu_rms_norm(x.to("npu"), weight.to("npu"), 1e-6)[0]], [exact]
+    found = torch.ops.npu.npu_rms_norm(x.to("npu"), weight.to("npu"), EPS)[0]
+    return [found], [rms_norm(x.double(), weight.double())]
 
 
 def _fast_gelu(captured: bool) -> Pair:
@@ -126,7 +127,7 @@ def _fast_gelu(captured: bool) -> Pair:
         graph.replay()
     else:
         found = torch.ops.npu.npu_fast_gelu(given)
-    return [found], [x.double() * torch.sigmoid(1.702 * x.double())]
+    return [found], [quick_gelu(x.double())]
 
 
 def _packed(size: int, before: int, ends_on: str = "host", trains: bool = True) -> Pair:

@@ -40,7 +40,7 @@ def work(source: str, quick: bool, only: list[str], done: list[str]) -> None:
         return
     from kernels_ext_npu.selftest import pieces
 
-    wanted = {identity: piece for identity, piece in pieces.pieces(quick).items() if _is_wanted(identity, only)}
+    wanted = {identity: piece for identity, piece in pieces.pieces(quick, source).items() if _is_wanted(identity, only)}
     refused = pieces.refused()
     say(ids=list(wanted))
     for identity, piece in wanted.items():
@@ -48,7 +48,7 @@ def work(source: str, quick: bool, only: list[str], done: list[str]) -> None:
             continue
         say(begins=identity, refused=identity in refused)
         try:
-            found = piece(source)
+            found = piece()
         except Exception as error:
             traceback.print_exc()
             say(ends=identity, error=f"{type(error).__name__}: {error}")

@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels_ext_npu.inspection.counting import collectives
+from kernels_ext_npu.measuring.costs import LIKE
 from kernels_ext_npu.measuring.nested import tensors
 
 _MASKED = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 LARGEST = 2**25  # elements that are worth computing: more than the attention mask of 4096 tokens has
 _ROUTES = ("topk", "npu_moe_gating_top_k_softmax", "npu_moe_gating_top_k")  # give values and indices
-_FROM_SHAPE = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 # operators whose result has a size that only values tell, and the argument with these values
 _SIZED_BY = dict.fromkeys(("nonzero", "repeat_interleave", "unique_consecutive", "_unique2"), 0)
 _SIZED_BY |= {"masked_select": 1}
@@ -99,12 +99,11 @@ class KnownValues:
         before = FakeTensor.tolist
 
         def tolist(fake: FakeTensor) -> Any:
-            value = self._value(fake)
-            if value is None:
+            numbers = self.numbers(fake)
+            if numbers is None:
                 return before(fake)
             self.waits += fake.device.type == "npu"
-            with _disable_current_modes():
-                return value.tolist()
+            return numbers
 
         return patch.object(FakeTensor, "tolist", tolist)
 
@@ -152,7 +151,7 @@ class KnownValues:
     def _follow(self, operator: OpOverload, name: str, args: tuple, kwargs: dict, result: Any) -> None:
         """Compute the values of a result where all that it follows from is known."""
         fakes = tensors((args, kwargs))
-        known = all(self._value(fake) is not None for fake in fakes) or name in _FROM_SHAPE
+        known = all(self._value(fake) is not None for fake in fakes) or name in LIKE
         drawn = torch.Tag.nondeterministic_seeded in operator.tags or name.startswith("empty")
         large = any(value.numel() > LARGEST for value in tensors(result))
         if known and not drawn and not large:

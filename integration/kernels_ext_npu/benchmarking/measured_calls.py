@@ -18,7 +18,7 @@ from kernels_ext_npu.benchmarking.agreement import Distances
 from kernels_ext_npu.benchmarking.call_costs import Work
 from kernels_ext_npu.benchmarking.options import DTYPES
 from kernels_ext_npu.benchmarking.providers import ORIGINAL, Provider
-from kernels_ext_npu.benchmarking.recorded_calls import Call, Phase, phases, record
+from kernels_ext_npu.benchmarking.recorded_calls import HEAD, STEP, Call, Phase, phases, record
 from kernels_ext_npu.benchmarking.shrunk_models import Model
 from kernels_ext_npu.environment import first_line
 from kernels_ext_npu.measuring.distance import DisagreementError, distances
@@ -67,11 +67,11 @@ def run(
     Raises:
         RefusedError: the model cannot be built.
     """
-    parts = [kernel for kernel in kernels if kernel not in recorded_calls.OF_WHOLE_MODELS]
+    parts = [kernel for kernel in kernels if kernel not in (STEP, HEAD)]
     for phase in phases(tokens):
         if parts:
             yield from _run_phase(model, dtype, phase, partial(record, kernels=parts), found, repeats)
-        if whole := recorded_calls.wanted_of_whole(kernels, phase):
+        if whole := [kernel for kernel in kernels if kernel == STEP or (kernel == HEAD and phase.training)]:
             calls_of = partial(recorded_calls.whole_model_calls, kernels=whole)
             yield from _run_phase(model.whole(), dtype, phase, calls_of, found, repeats)
 

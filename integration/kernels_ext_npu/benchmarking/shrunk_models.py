@@ -84,8 +84,7 @@ def load(name: str, shrink: int) -> Model:
     except subject.CannotInspectError as error:
         if "/" in name:
             raise RefusedError(f"--model: {error}") from error
-        known = choices(name, model_configs.PUBLISHED)
-        raise RefusedError(f"--model {name}: {known}. Of others: {error}") from error
+        raise RefusedError(f"--model {name}: {choices(name, model_configs.PUBLISHED)}. Of others: {error}") from error
     source = model_configs.source(name) if name in model_configs.PUBLISHED else "; ".join([name, *found.remarks])
     config = found.config.get_text_config(decoder=True)
     vocabulary = -(-getattr(config, "vocab_size", VOCABULARY) // shrink)  # one without cannot be built, and says so

@@ -24,7 +24,6 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 LARGEST = 256 * 2**20  # bytes; a repository takes about four hundred thousand
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError, OSError, struct.error)
 
@@ -171,8 +170,6 @@ def _read(members: dict[str, bytes]) -> tuple[list[KernelRepository], list[str]]
 
 def _repository(name: str, entry: dict[str, Any], files: dict[str, bytes]) -> KernelRepository:
     version, commit = entry["version"], entry["hub-commit"]
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"a repository cannot be called {name!r}")
     if type(version) is not int or version < 0:
         raise ValueError(f"{name} has the version {version!r}")
     if commit is not None and not _COMMIT.fullmatch(commit):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from kernels_ext_npu.environment import TESTED, RefusedError, UnsupportedEnvironmentError, installed
 
@@ -90,19 +91,11 @@ def take(layers: Mapping[nn.Module, str], mode: Mode) -> None:
 
     kernelize_layer = find(TAKE)
     for module, layer in layers.items():
-        cls: Any = type(module)
-        own = vars(cls).get("kernel_layer_name", _NOTHING)
-        cls.kernel_layer_name = layer
-        try:
+        with patch.object(type(module), "kernel_layer_name", layer, create=True):
             if kernelize_layer is None:
                 kernelize(module, mode=mode, device="npu", use_fallback=KernelizeFallback.ALL)
             else:
                 kernelize_layer(module, mode=mode, device_type=Device("npu"), use_fallback=KernelizeFallback.ALL)
-        finally:
-            if own is _NOTHING:
-                del cls.kernel_layer_name
-            else:
-                cls.kernel_layer_name = own
 
 
 def table() -> dict[str, Any] | None:

@@ -77,11 +77,11 @@ def at_limits(
     return [Function(repository, name, call, exact, drawn(*given), at) for at, given in shapes.items()]
 
 
-def drawn(*shapes: tuple[int, ...]) -> Arguments:
+def drawn(*shapes: tuple[int, ...], scale: float = 1.0) -> Arguments:
     """Draw tensors, the same each time."""
 
     def draw() -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(0)
-        return tuple(torch.randn(shape, generator=generator) for shape in shapes)
+        return tuple(scale * torch.randn(shape, generator=generator) for shape in shapes)
 
     return draw

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import traceback
 
-import httpx2
-
 from kernels_ext_npu import environment
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.distribution import sources
+from kernels_ext_npu.distribution import published, sources
 from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.machine.processes import say
 
@@ -33,8 +31,11 @@ def work(source: str, quick: bool, only: list[str], done: list[str]) -> None:
         environment.check()
         sources.check(source, REPOSITORIES)
         say(machine=description.describe())
-        if source == "hub":
-            _ask_hub()
+        if source == "hub":  # without a kernel from there every piece would wait for one
+            try:
+                sources.load_package("hub", REPOSITORIES[0])
+            except published.FAILURES as error:
+                raise RefusedError(f"the kernels cannot be loaded from the Hub: {error}") from error
     except (RuntimeError, ImportError, FileNotFoundError, RefusedError) as error:  # these say what to do
         say(failed=str(error))
         return
@@ -58,14 +59,6 @@ def work(source: str, quick: bool, only: list[str], done: list[str]) -> None:
         else:
             say(ends=identity, **found)
     say(done=True)
-
-
-def _ask_hub() -> None:
-    """Load a kernel from the Hub: without one every piece would wait for it."""
-    try:
-        sources.load_package("hub", REPOSITORIES[0])
-    except (OSError, httpx2.HTTPError) as error:
-        raise RefusedError(f"the kernels cannot be loaded from the Hub: {error}") from error
 
 
 def _is_wanted(identity: str, only: list[str]) -> bool:

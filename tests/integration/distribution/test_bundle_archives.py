@@ -153,8 +153,7 @@ ADDED = "the archive is not the one that its content makes: something was added,
 @pytest.mark.parametrize("name", FORGED)
 def test_a_path_that_no_bundle_may_hold_is_refused(tmp_path: Path, name: str) -> None:
     small = {f"{each.name}/{path}": data for each in SMALL for path, data in each.files.items()}
-    said = refusal(zipped(promised(small | {name: b""})), tmp_path)
-    assert any(words in said for words in (FORGED[name], "a repository cannot be called"))
+    assert FORGED[name] in refusal(zipped(promised(small | {name: b""})), tmp_path)
 
 
 @pytest.mark.parametrize("name", [*FORGED, FIRST, "more.py", f"contents/{'0' * 64}"])
@@ -246,7 +245,10 @@ def test_missing_and_changed_files_are_all_named(tmp_path: Path) -> None:
         (lambda m: m["repositories"]["A"].update(version=True), "A has the version True"),
         (lambda m: m["repositories"]["A"].update({"hub-commit": "main"}), "A has the commit 'main'"),
         (lambda m: m["repositories"]["A"].update({"hub-commit": "../" * 13 + "x"}), "A has the commit"),
-        (lambda m: m["repositories"].update({"..": m["repositories"].pop("A")}), "cannot be called '..'"),
+        (
+            lambda m: m["repositories"].update({"..": m["repositories"].pop("A")}),
+            "'../build/torch-npu/__init__.py' is not a path",
+        ),
         (lambda m: m["repositories"]["A"]["files"].clear(), "something was added"),
         (lambda m: m["repositories"]["A"].update(note="hello"), "something was added"),
         (lambda m: m.update(note="hello"), "something was added"),

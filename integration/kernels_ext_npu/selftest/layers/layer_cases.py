@@ -57,15 +57,9 @@ def _norm(layer: str, cls: type[nn.Module] | None = None, **members: Any) -> Mad
     return _random(module, *[(4, 6, 32)] * (1 + ("Gated" in layer)), mean=0.3, deviation=0.5)
 
 
-def _seeded(cls: type[nn.Module], *arguments: Any, inputs: int = 1) -> Made:
+def _seeded(cls: type[nn.Module], *arguments: Any, inputs: int = 1, scale: float = 1.0) -> Made:
     torch.manual_seed(0)
-    return cls(*arguments).eval(), tuple(torch.randn(2, 5, 32) for _ in range(inputs))  # nothing is dropped
-
-
-def _normed_mlp() -> Made:
-    """With inputs of which the norm's eps is no part: a norm of small values loses digits in either forward."""
-    module, (x,) = _seeded(mlp_variants.BitNetMLP, 32, 64, "silu")
-    return module, (4 * x,)
+    return cls(*arguments).eval(), tuple(scale * torch.randn(2, 5, 32) for _ in range(inputs))  # nothing is dropped
 
 
 def _recurrent_unit() -> Made:
@@ -138,7 +132,8 @@ MODULES: dict[str, list[Callable[[], Made]]] = {
     "LayerNormFloat32": [partial(_seeded, CohereLayerNorm, 32), partial(_seeded, OlmoLayerNorm, 32)],
     **{layer: [partial(_seeded, _reference(layer), 32, 64, name)] for name, mlps in MLPS.items() for layer in mlps},
     "DropoutMLP": [partial(_seeded, mlp_variants.T5DenseGatedActDense, 32, 64, "gelu_new")],
-    "NormedMLP": [_normed_mlp],
+    # a norm of small values loses digits to its eps, in either forward
+    "NormedMLP": [partial(_seeded, mlp_variants.BitNetMLP, 32, 64, "silu", scale=4.0)],
     "FastGELU": [partial(_seeded, FastGELUActivation)],
     "NewGELU": [partial(_seeded, NewGELUActivation)],
     "QuickGELU": [partial(_seeded, QuickGELUActivation)],

@@ -31,7 +31,7 @@ def float32_logits(x: Tensor, weight: Tensor) -> Tensor:
     if not _is_fused(x, weight):
         return _in_torch(x, weight)
     if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
-        return _product(x, weight)
+        return _wide_product(x, weight)
     return _Float32Logits.apply(x, weight) if mixed.takes(x, torch.float32) else _in_torch(x, weight)
 
 
@@ -41,7 +41,7 @@ class _Float32Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(x, weight)
+        return _wide_product(x, weight)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -57,7 +57,7 @@ class _Float32Logits(torch.autograd.Function):
         return d_x, d_weight.to(weight.dtype)
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
+def _wide_product(x: Tensor, weight: Tensor) -> Tensor:
     """Compute the product of 16 bits in float32."""
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 

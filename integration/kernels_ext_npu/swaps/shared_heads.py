@@ -21,12 +21,15 @@ from kernels_ext_npu.matching.lookup import find_function_pattern
 from kernels_ext_npu.matching.repeated_heads_scan import without_repeats
 from kernels_ext_npu.swaps.protocol import Swapping
 
+REPOSITORY = "LinearAttention"
 _SHARING = ("ChunkGatedDeltaRule", "FusedRecurrentGatedDeltaRule")  # layers that take fewer heads of queries and keys
 _OWNER = "shared_heads"
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Let the layers of a swapped model repeat no heads for a rule that shares them."""
+    if REPOSITORY not in swapping.registration.kernels:
+        return
     for cls, modules in swapping.by_class.items():
         forward = _forward_of(cls.forward, frozenset(filter(_shares, uses(cls))))  # type: ignore[arg-type]
         for module in modules:

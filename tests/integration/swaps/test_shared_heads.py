@@ -1,7 +1,5 @@
 """Layers whose heads of values share a query and a key, which transformers repeats before a gated delta rule."""
 
-from types import MethodType
-
 import pytest
 import torch
 from torch import nn
@@ -82,7 +80,6 @@ def test_hooks_of_accelerate_run_around_it() -> None:
 
     model = kernelized("qwen3_next").eval()
     mixer = mixers(model)[0]
-    assert isinstance(vars(mixer)["forward"], MethodType)
     mixer.conv1d._hf_hook = Hook()
     mixer(torch.randn(1, 3, model.config.hidden_size).npu())
     assert calls == ["before", "behind"]

@@ -71,7 +71,10 @@ def unpack(archive: Path) -> list[KernelRepository]:
         raise BundleError(f"{archive} cannot be read: {error.strerror}") from error
     try:
         with zipfile.ZipFile(BytesIO(data)) as opened:
-            if sum(entry.file_size for entry in opened.infolist()) > len(data):
+            entries = opened.infolist()
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):  # whose sizes may be a lie
+                raise BundleError(f"{archive}: its files are compressed, as those of a bundle are not")
+            if sum(entry.file_size for entry in entries) > len(data):
                 raise BundleError(f"{archive}: its files would be larger than the archive, so that it is no bundle")
             members = {name: opened.read(name) for name in opened.namelist()}
     except _BROKEN as error:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 from kernels_ext_npu.environment import TESTED, RefusedError, UnsupportedEnvironmentError, installed
 
@@ -91,11 +90,19 @@ def take(layers: Mapping[nn.Module, str], mode: Mode) -> None:
 
     kernelize_layer = find(TAKE)
     for module, layer in layers.items():
-        with patch.object(type(module), "kernel_layer_name", layer, create=True):
+        cls: Any = type(module)
+        own = vars(cls).get("kernel_layer_name", _NOTHING)
+        cls.kernel_layer_name = layer
+        try:
             if kernelize_layer is None:
                 kernelize(module, mode=mode, device="npu", use_fallback=KernelizeFallback.ALL)
             else:
                 kernelize_layer(module, mode=mode, device_type=Device("npu"), use_fallback=KernelizeFallback.ALL)
+        finally:
+            if own is _NOTHING:
+                del cls.kernel_layer_name
+            else:
+                cls.kernel_layer_name = own
 
 
 def table() -> dict[str, Any] | None:

@@ -184,9 +184,8 @@ def test_a_name_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     assert ADDED in refusal(twice, tmp_path)
 
 
-@pytest.mark.parametrize("options", [{"compression": zipfile.ZIP_DEFLATED}, {}], ids=["compressed", "in another order"])
-def test_the_same_content_packed_anew_is_refused(tmp_path: Path, options: dict[str, int]) -> None:
-    assert ADDED in refusal(zipped(sorted(members(PACKED)), **options), tmp_path)
+def test_the_same_content_in_another_order_is_refused(tmp_path: Path) -> None:
+    assert ADDED in refusal(zipped(sorted(members(PACKED))), tmp_path)
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
@@ -194,7 +193,7 @@ def test_a_decompression_bomb_is_refused_unopened(tmp_path: Path, method: int, m
     bomb = zipped([(FIRST, bytes(10 * 2**20))], compression=method)
     assert len(bomb) < 2**15
     monkeypatch.setattr(zipfile.ZipFile, "open", None)
-    assert "larger than the archive" in refusal(bomb, tmp_path)
+    assert "compressed" in refusal(bomb, tmp_path)
 
 
 def test_files_that_share_bytes_of_the_archive_are_refused(tmp_path: Path) -> None:

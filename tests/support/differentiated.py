@@ -172,6 +172,18 @@ def our_routed(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tens
     return moe.fused_experts(x, index, weights, gate_up, down)
 
 
+def our_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return kernel("FlashAttention").flash_attn_func(q, k, v, causal=True)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute causal attention of ``[B, S, N, D]``, where two heads of q share one of k and v."""
+    k, v = (x.repeat_interleave(2, 2) for x in (k, v))
+    behind = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
+    scores = torch.einsum("bqnd,bknd->bnqk", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("bnqk,bknd->bqnd", scores.masked_fill(behind, -torch.inf).softmax(-1), v)
+
+
 TOKENS, MATRICES = (T, H), ((E, 2 * INNER, H), (E, H, INNER))
 MIXTURE = (TOKENS, (T, K), *MATRICES)
 CASES: dict[str, Case] = {
@@ -201,3 +213,6 @@ CASES: dict[str, Case] = {
     "listed experts": Case(partial(our_listed_experts, is_packed=True), experts, MIXTURE, is_node=True),
     "listed experts, two products": Case(partial(our_listed_experts, is_packed=False), experts, MIXTURE, is_node=True),
 }
+
+# whose gradient has derivatives where something is transformed, and nowhere else
+ATTENTION = Case(our_attention, attention, ((2, 5, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8)))

@@ -52,8 +52,8 @@ LLAMA_FACTORY = Framework(
     "0.9.5",
     """antlr4-python3-runtime==4.9.3 av==18.1.0 docstring_parser==0.18.0 einops==0.8.2 fastapi==0.165.0 fire==0.7.1
     hf_transfer==0.1.9 modelscope==1.40.2 omegaconf==2.4.0 protobuf==7.36.2 sentencepiece==0.2.3 shtab==1.13.0
-    sse-starlette==3.7.0 termcolor==3.3.0 tiktoken==0.14.0 torchaudio==2.11.0 torchdata==0.11.0 trl==0.24.0
-    tyro==0.8.14""",
+    sse-starlette==3.7.0 starlette==1.10.0 termcolor==3.3.0 tiktoken==0.14.0 torchaudio==2.11.0 torchdata==0.11.0
+    trl==0.24.0 tyro==0.8.14 uvicorn==0.54.0""",
 )
 SWIFT = Framework(
     "ms-swift",
@@ -61,8 +61,9 @@ SWIFT = Framework(
     """addict==2.4.0 aiohappyeyeballs==2.7.1 aiohttp==3.14.5 aiosignal==1.4.0 attrdict==2.0.1 attrs==26.1.0
     binpacking==2.0.1 cpm-kernels==1.0.11 dacite==1.9.2 einops==0.8.2 fastapi==0.165.0 frozenlist==1.8.0
     json_repair==0.64.5 modelscope==1.40.2 modelscope-hub==0.5.1 multidict==7.2.1 nltk==3.10.4 openai==3.54.0
-    oss2==2.19.1 propcache==0.5.4 rouge==1.0.1 sentencepiece==0.2.3 simplejson==4.3.0 tensorboard==2.21.0
-    tiktoken==0.14.0 transformers-stream-generator==0.0.5 trl==0.29.1 yarl==1.25.1 zstandard==0.25.0""",
+    oss2==2.19.1 propcache==0.5.4 rouge==1.0.1 sentencepiece==0.2.3 simplejson==4.3.0 starlette==1.10.0
+    tensorboard==2.21.0 tiktoken==0.14.0 transformers-stream-generator==0.0.5 trl==0.29.1 uvicorn==0.54.0
+    yarl==1.25.1 zstandard==0.25.0""",
 )
 VERL = Framework(
     "verl",

@@ -7,13 +7,16 @@ failure names the acts, which are an entry of `FOUND` then.
 """
 
 import os
+import tempfile
+from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from tests.support.programs.machine import Programs
 from tests.support.programs.program import Program
 from tests.support.programs.registry import ACTS
 from tests.support.programs.variants import VARIANTS
@@ -103,6 +106,42 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
          ("kernelize_for_training", 48054), ("copy_deeply_and_drop_the_kernels_of_the_first", 17079)],
     ),
 ]  # fmt: skip
+
+
+class _Base(RuleBasedStateMachine):
+    """Starts with a model, with or without kernels, and ends with a process as it was."""
+
+    program: Program | None = None
+    possible: AbstractSet[str] = frozenset()
+
+    @initialize(variant=st.sampled_from(sorted(VARIANTS)), kernels=st.sampled_from([True, True, False]))
+    def start(self, variant: str, kernels: bool) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.program = Program(variant, Path(self.folder.name), kernels)
+        self.possible = set(self.program.possible())
+
+    @precondition(lambda self: self.program is not None and self.program.is_over)
+    @rule()
+    def stop(self) -> None:
+        """Do nothing more: the sides have parted, as they may."""
+
+    def teardown(self) -> None:
+        if self.program is not None:
+            self.program.close()
+            self.folder.cleanup()
+
+
+def _rule(name: str) -> Any:
+    def run(self: _Base, seed: int) -> None:
+        assert self.program is not None
+        self.program.do(name, seed)
+        self.possible = set() if self.program.is_over else set(self.program.possible())
+
+    run.__name__ = name
+    return precondition(lambda self: name in self.possible)(rule(seed=st.integers(0, 2**16))(run))
+
+
+Programs = type("Programs", (_Base,), {name: _rule(name) for name in ACTS})
 
 
 def run(programs: int, acts: int) -> None:

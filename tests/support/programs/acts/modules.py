@@ -1,21 +1,36 @@
-"""Acts on modules: their members, what they are, copies of them."""
+"""Acts on modules: their members, what they are, copies of them, their activations, and linear attention."""
 
 import copy
 import functools
 import pickle
+import sys
 from random import Random
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 import kernels_ext_npu
-from tests.support.programs.acts.hooks import drawn, times
-from tests.support.programs.acts.kernels import inner
-from tests.support.programs.acts.linear_attention import has_mixers
-from tests.support.programs.acts.modes import stays_off_the_hub
+from kernels_ext_npu.matching.decorated import original_function
+from tests.support.programs import variants
+from tests.support.programs.acts.kernels import inner, stays_off_the_hub
 from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side
+
+
+def times(result: Any, factor: float = 1.25) -> Any:
+    """Scale what a forward gives or is given, the first of several."""
+    return factor * result if isinstance(result, torch.Tensor) else (factor * result[0], *result[1:])
+
+
+def drawn(module: nn.Module, seed: int, divisor: float = 6) -> nn.Module:
+    """Draw the weights of a new module on the host: each device would draw others."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / divisor)
+    return module
 
 
 @act()
@@ -237,3 +252,134 @@ def train_a_copy(side: Side, choice: Random) -> None:
         for parameter in other.parameters():
             parameter.mul_(1.5)
     other.train()
+
+
+# ---- activations that are modules of their own -----------------------------------------------------------------------
+NAMES = ("act", "act_fn", "activation_fn")  # in modeling files
+KINDS = ("relu", "gelu_pytorch_tanh", "silu", "gelu", "gelu_new", "gelu_fast", "quick_gelu")
+
+
+def places(side: Side) -> list[tuple[Any, str]]:
+    """Return the modules that have an activation, with its name there."""
+    return [(m, n) for _, m in side.named("") for n in NAMES if isinstance(m._modules.get(n), nn.Module)]
+
+
+def activations(side: Side) -> list[nn.Module]:
+    """Return the activations that are modules."""
+    return [getattr(module, name) for module, name in places(side)]
+
+
+def has_activations(side: Side) -> bool:
+    """Tell whether there are any."""
+    return bool(places(side))
+
+
+@act(has_activations)
+def change_an_activation(side: Side, choice: Random) -> None:
+    module, name = choice.choice(places(side))
+    setattr(module, name, ACT2FN[choice.choice(KINDS)])
+
+
+@act(has_activations)
+def share_an_activation(side: Side, choice: Random) -> None:
+    (module, name), (other, other_name) = choice.choice(places(side)), choice.choice(places(side))
+    setattr(module, name, getattr(other, other_name))
+
+
+def halve(x: Tensor) -> Tensor:
+    """Do something else than any activation."""
+    return 0.5 * x
+
+
+@act(has_activations)
+def call_an_activation(side: Side, choice: Random) -> None:
+    """By itself, with gradients."""
+    x = torch.linspace(-4, 4, 16, device=side.device, requires_grad=True)
+    result = choice.choice(activations(side))(x)
+    if isinstance(result, Tensor) and result.requires_grad:
+        side.show(result)
+        side.show_gradient(torch.autograd.grad(result.sum(), x)[0])
+
+
+@act(has_activations)
+def replace_the_forward_of_an_activation(side: Side, choice: Random) -> None:
+    choice.choice(activations(side)).forward = halve  # type: ignore[method-assign]
+
+
+@act(has_activations, is_ours=True)
+def restore_an_activation(side: Side, choice: Random) -> None:
+    """Alone, without what it is in."""
+    kernels_ext_npu.restore(choice.choice(activations(side)))
+
+
+# ---- linear attention: its functions, its convolution, and what a cache carries on -----------------------------------
+def mixers(side: Side) -> list[Any]:
+    """Return the modules that compute linear attention."""
+    return [module for _, module in side.named("GatedDeltaNet")]
+
+
+def has_mixers(side: Side) -> bool:
+    """Tell whether there is linear attention."""
+    return bool(mixers(side))
+
+
+acts(
+    has_mixers,
+    change_the_activation_of_a_convolution=lambda side, choice: setattr(
+        choice.choice(mixers(side)), "activation", choice.choice(["silu", "swish", None, "relu", "gelu"])
+    ),
+)
+
+
+@act(has_mixers)
+def replace_a_convolution(side: Side, choice: Random) -> None:
+    """By another one, perhaps with a bias."""
+    mixer = choice.choice(mixers(side))
+    old = mixer.conv1d
+    new = nn.Conv1d(
+        old.in_channels, old.out_channels, old.kernel_size[0], groups=old.groups, padding=old.padding[0],
+        bias=choice.random() < 0.75, device=side.device, dtype=old.weight.dtype,
+    )  # fmt: skip
+    mixer.conv1d = drawn(new, 9, 2)
+
+
+@act(has_mixers)
+def change_how_fast_states_fade(side: Side, choice: Random) -> None:
+    mixer = choice.choice(mixers(side))
+    with torch.no_grad():
+        mixer.A_log.fill_(choice.choice([-2.0, 0.5, 3.0]))
+        mixer.dt_bias.add_(choice.choice([-1.0, 2.0]))
+
+
+FUNCTIONS = (
+    *("causal_conv1d_fn", "causal_conv1d_update", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
+)
+
+
+@act(has_mixers)
+def replace_a_function_of_linear_attention(side: Side, choice: Random) -> None:
+    """In its file, as patches of frameworks do; both sides have one file, which is changed once."""
+    name = choice.choice(FUNCTIONS)
+    module = sys.modules[type(mixers(side)[0]).__module__]
+    before = vars(module)[name]
+    own = original_function(before)
+    if own is None or own.__name__ != name:
+        return
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return times(own(*args, **kwargs))
+
+    setattr(module, name, replaced)
+    side.cleanups.append(lambda: setattr(module, name, before))
+
+
+@act()
+def decode_some_tokens(side: Side, choice: Random) -> None:
+    """One after the other, and two at once, with one cache, which takes no gradients, while a token may take some."""
+    ids = variants.IDS.to(side.device)
+    with torch.no_grad():
+        cache = side.model(input_ids=ids[:, :2], use_cache=True).past_key_values
+    for start, end in ((2, 3), (3, 5), (0, 1)):
+        with torch.set_grad_enabled(choice.random() < 0.5):
+            logits = side.model(input_ids=ids[:, start:end], past_key_values=cache).logits
+    side.show(logits)

@@ -31,11 +31,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 LONG = {"bfloat16", "checkpointing"}
 
 
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    kernels_ext_npu.register(kernels=["CrossEntropy"])
-
-
 def accuracy(prediction: Any) -> dict[str, float]:
     found, labels = prediction.predictions.argmax(-1)[:, :-1], prediction.label_ids[:, 1:]
     return {"accuracy": float((found == labels)[labels != -100].mean())}

@@ -3,11 +3,14 @@
 import copy
 import functools
 import pickle
+from collections.abc import Callable
 from random import Random
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import nn
+from transformers.activations import SiLUActivation
 
 import kernels_ext_npu
 from tests.support.programs.acts.hooks import drawn, times
@@ -99,7 +102,7 @@ def _derived(side: Side) -> list[Any]:
     return [module for module in side.model.modules() if type(module) in _Derived.made.values()]
 
 
-_patched: list[tuple[type, Any]] = []  # classes of the process, and what their forwards were
+_patched: list[Callable[[], object]] = []  # what gives classes of the process back what they had
 
 
 @act()
@@ -115,12 +118,34 @@ def change_the_forward_of_a_class(side: Side, choice: Random) -> None:
         return times(original(self, *args, **kwargs), factor)
 
     cls.forward = functools.wraps(original)(patched) if choice.random() < 0.5 else patched
-    _patched.append((cls, original))
+    _patched.append(functools.partial(setattr, cls, "forward", original))
+    side.cleanups.append(_take_patches_back)
+
+
+CALLED = (nn.LayerNorm, nn.Linear, nn.SiLU, SiLUActivation)
+
+
+@act()
+def replace_the_calls_of_a_class(side: Side, choice: Random) -> None:
+    """Of one of torch's, or of all modules, as what watches them does: of some it gives more."""
+    found = {type(module) for module in side.model.modules()}
+    cls = choice.choice([nn.Module, *(each for each in CALLED if each in found)])
+    if side.home != "cpu":
+        return
+    original = cls.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        return times(result) if type(self) in CALLED else result
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(cls, "__call__", call, raising=False)
+    _patched.append(patch.undo)
     side.cleanups.append(_take_patches_back)
 
 
 @act()
-def take_back_the_forward_of_a_class(side: Side, choice: Random) -> None:
+def take_back_a_change_of_a_class(side: Side, choice: Random) -> None:
     """The newest patch, as contexts do."""
     if side.home == "cpu":
         _take_patches_back(1)
@@ -128,8 +153,7 @@ def take_back_the_forward_of_a_class(side: Side, choice: Random) -> None:
 
 def _take_patches_back(number: int | None = None) -> None:
     for _ in range(len(_patched) if number is None else min(number, len(_patched))):
-        cls, forward = _patched.pop()
-        cls.forward = forward  # type: ignore[attr-defined]
+        _patched.pop()()
 
 
 @act()

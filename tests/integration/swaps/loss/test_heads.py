@@ -20,6 +20,7 @@ import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
 from tests.support import zoo
 from tests.support.heads import assert_same_gradients, assert_same_step, head_row, is_deferred, labelled, pair
+from tests.support.programs.acts.heads import smoothed_loss
 
 
 def batch(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -157,14 +158,6 @@ def test_losses_of_others_get_their_gradients(name: str) -> None:
     assert_same_gradients(ours, model)
 
 
-def smoothed(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
-    return F.cross_entropy(logits.view(-1, vocab_size), labels.view(-1), label_smoothing=0.1)
-
-
-def scaled(*args: Any, **options: Any) -> Tensor:
-    return 2 * smoothed(*args, **options)
-
-
 class Criterion(nn.Module):
     """A loss with cross entropy in it."""
 
@@ -186,8 +179,8 @@ class Entropy:
 OWN_LOSSES = {
     "a lambda": (lambda logits, **_: logits.float().exp().mean(), False),
     "callable": (Entropy(), False),
-    "smoothed": (smoothed, True),
-    "a partial": (partial(scaled), True),
+    "smoothed": (smoothed_loss, True),
+    "a partial": (partial(smoothed_loss), True),
     "a module": (Criterion(), True),
     "that of transformers": (ForCausalLMLoss, True),
 }

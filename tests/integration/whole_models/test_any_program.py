@@ -27,7 +27,7 @@ HOOKS = (
 )  # fmt: skip
 COPIES = ("copy_deeply", "copy_shallowly", "pickle_it", "train_a_copy")
 WRITES = ("step_with_sgd", "step_by_mezo", "move_to_the_cpu_and_back", "keep_only_the_outputs")
-KEEP, LOOK = ("keep_outputs", 0), ("look_at_kept_outputs", 2)  # with gradients, and at all that are kept
+LOOK = ("look_at_kept_outputs", 2)  # at all that are kept
 # of all modules, of linear layers and of activations; and of layer norms
 CALLED = {"dense": (1, 2, 5), "experts": (5,), "two models in one": (1,)}
 CLASSES = ("change_a_class", "change_the_forward_of_a_class")
@@ -85,9 +85,6 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
         for act in WRITES
         for number in (0, 2, 12)  # with gradients, without, and with a backward
     ),
-    *(("dense", [KEEP, (act, 1), LOOK]) for act in ("cast_to_bfloat16", "load_its_own_state_dict")),
-    ("dense", [("freeze", 1), KEEP, ("step_by_mezo", 1), LOOK]),
-    ("dense", [KEEP, KEEP, ("go_backward_from_kept_outputs", 2), ("step_with_sgd", 1), LOOK]),
     *(
         ("GeGLU, norms around one", [*[("keep_outputs", number), ("step_with_sgd", 1)] * 2, LOOK])
         for number in (0, 1)  # with gradients, and in inference mode

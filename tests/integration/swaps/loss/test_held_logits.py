@@ -34,6 +34,30 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()))
 
 
+def scaled(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+
+
+# what is done to a model while its outputs are held, and no backward has begun: programs compute one after each act
+CHANGES: dict[str, Callable[[PreTrainedModel], object]] = {
+    "moved": lambda model: model.to("cpu"),
+    "cast": lambda model: model.to(torch.bfloat16),
+    "frozen": scaled,
+}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_logits_are_what_the_forward_computed(change: str, name: str) -> None:
+    results = []
+    for model in pair(name, "cpu"):
+        outputs = model.requires_grad_(change != "frozen")(**batch(model))
+        CHANGES[change](model)
+        results.append(outputs.logits)
+    assert_close(*results)
+
+
 class Products(TorchDispatchMode):
     """Counts the results with so many elements, one for each token and word."""
 

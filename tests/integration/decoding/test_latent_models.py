@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConf
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.swaps.attention import latents
-from tests.support import zoo
 from tests.support.sparse_models import MODELS, made
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -24,18 +22,7 @@ GRAPHS = {"cache_implementation": "static", "compile_config": CompileConfig(back
 
 
 def both(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A model, and the same with kernels; indexers have so many heads that no two scores are equal."""
-    if name not in LATENT:
-        text = (
-            {"text_config": MODELS[name]["text_config"] | {"index_n_heads": 16}}
-            if "text_config" in MODELS[name]
-            else {}
-        )
-        return made(name, index_n_heads=16, **text)
-    model = zoo.build(name)
-    ours = kernels_ext_npu.kernelize(copy.deepcopy(model).to("npu"))
-    model.set_attn_implementation("eager")
-    return model, ours
+    return made(name, index_n_heads=16)  # so many that no two scores are equal
 
 
 def prompts() -> dict[str, Tensor]:

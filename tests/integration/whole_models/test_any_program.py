@@ -30,6 +30,9 @@ HOOKS = (
 )  # fmt: skip
 COPIES = ("copy_deeply", "copy_shallowly", "pickle_it", "train_a_copy")
 WRITES = ("step_with_sgd", "step_by_mezo", "move_to_the_cpu_and_back", "keep_only_the_outputs")
+LOOK = ("look_at_kept_outputs", 2)  # at all that are kept
+# of all modules, of linear layers and of activations; and of layer norms
+CALLED = {"dense": (1, 2, 5), "experts": (5,), "two models in one": (1,)}
 CLASSES = ("change_a_class", "change_the_forward_of_a_class")
 # what everybody does, which random programs of a few acts may leave out
 WEIGHTS = (
@@ -83,10 +86,24 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     *(
         ("dense", [("keep_outputs", number), (act, 1), ("look_at_kept_outputs", 1)])
         for act in WRITES
-        for number in (0, 1, 10)  # with gradients, without, and with a backward
+        for number in (0, 2, 12)  # with gradients, without, and with a backward
+    ),
+    *(
+        ("GeGLU, norms around one", [*[("keep_outputs", number), ("step_with_sgd", 1)] * 2, LOOK])
+        for number in (0, 1)  # with gradients, and in inference mode
+    ),
+    # in the order of the model, gate apart from up, and with gaps
+    *(("dense", [("flatten", number), ("train", 1), ("step_with_sgd", 1)]) for number in (1, 4, 5)),
+    *(
+        (variant, [("replace_the_calls_of_a_class", n), ("kernelize", 1), ("take_back_a_change_of_a_class", 1)])
+        for variant, numbers in CALLED.items()
+        for n in numbers
     ),
     *(("dense", [(act, number)]) for act in ("step_by_sam", "evaluate_with_other_weights") for number in range(2)),
     *(("dense", [(act, number), ("train", 1)]) for act in CLASSES for number in range(6)),
+    ("two models in one", [("change_the_forward_of_a_class", 1)]),  # of layer norms
+    # of norms behind sums
+    *(("dense", [("change_a_class", number), ("decode_some_tokens", 1)]) for number in (6, 29)),
     ("experts with clipped SwiGLU", [("move_to_the_cpu", 1), ("train", 1)]),
     *(("experts with clipped SwiGLU", [("change_alpha_or_limit", number)]) for number in (53824, 61422)),
     ("dense", [("move_to_the_cpu", 1), ("change_the_forward_of_a_class", 631)]),

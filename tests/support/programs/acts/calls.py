@@ -236,7 +236,7 @@ def make_the_vocabulary_smaller(side: Side, choice: Random) -> None:
 @act(lambda side: not side.has_steps)
 def keep_outputs(side: Side, choice: Random) -> None:
     """Of a call with labels; logits are those of one without. The loss runs backward now, perhaps later, or never."""
-    with torch.no_grad() if choice.random() < 0.5 else nullcontext():
+    with choice.choice([torch.no_grad, torch.inference_mode, nullcontext, nullcontext])():
         logits = side.run(labels=None).logits.detach().clone()
         outputs = side.run(output_hidden_states=True)
     states = outputs.get("hidden_states") or outputs.get("decoder_hidden_states") or ()
@@ -258,10 +258,11 @@ def look_at_kept_outputs(side: Side, choice: Random) -> None:
 
 @act(lambda side: bool(side.kept))
 def go_backward_from_kept_outputs(side: Side, choice: Random) -> None:
-    """Where no weight was changed since: torch refuses it for both then."""
-    loss = side.kept[-1].outputs.loss
-    if loss.requires_grad:
-        loss.backward()
+    """From the newest, or all at once, where no weight was changed since: torch refuses it for both then."""
+    kept = side.kept[-1:] if choice.random() < 0.5 else side.kept
+    losses = [each.outputs.loss for each in kept if each.outputs.loss.requires_grad]
+    if losses:
+        sum(losses).backward()
         side.model.zero_grad()
 
 

@@ -1,19 +1,18 @@
-"""Acts on modules: their members, what they are, copies of them, their activations, and linear attention."""
+"""Acts on modules: their members, what they are, copies of them, and their activations."""
 
 import copy
 import functools
 import pickle
-import sys
+from collections.abc import Callable
 from random import Random
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
+from transformers.activations import ACT2FN, SiLUActivation
 
 import kernels_ext_npu
-from kernels_ext_npu.matching.decorated import original_function
-from tests.support.programs import variants
 from tests.support.programs.acts.kernels import inner, stays_off_the_hub
 from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side
@@ -114,7 +113,7 @@ def _derived(side: Side) -> list[Any]:
     return [module for module in side.model.modules() if type(module) in _Derived.made.values()]
 
 
-_patched: list[tuple[type, Any]] = []  # classes of the process, and what their forwards were
+_patched: list[Callable[[], object]] = []  # what gives classes of the process back what they had
 
 
 @act()
@@ -130,12 +129,34 @@ def change_the_forward_of_a_class(side: Side, choice: Random) -> None:
         return times(original(self, *args, **kwargs), factor)
 
     cls.forward = functools.wraps(original)(patched) if choice.random() < 0.5 else patched
-    _patched.append((cls, original))
+    _patched.append(functools.partial(setattr, cls, "forward", original))
+    side.cleanups.append(_take_patches_back)
+
+
+CALLED = (nn.LayerNorm, nn.Linear, nn.SiLU, SiLUActivation)
+
+
+@act()
+def replace_the_calls_of_a_class(side: Side, choice: Random) -> None:
+    """Of one of torch's, or of all modules, as what watches them does: of some it gives more."""
+    found = {type(module) for module in side.model.modules()}
+    cls = choice.choice([nn.Module, *(each for each in CALLED if each in found)])
+    if side.home != "cpu":
+        return
+    original = cls.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        return times(result) if type(self) in CALLED else result
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(cls, "__call__", call, raising=False)
+    _patched.append(patch.undo)
     side.cleanups.append(_take_patches_back)
 
 
 @act()
-def take_back_the_forward_of_a_class(side: Side, choice: Random) -> None:
+def take_back_a_change_of_a_class(side: Side, choice: Random) -> None:
     """The newest patch, as contexts do."""
     if side.home == "cpu":
         _take_patches_back(1)
@@ -143,8 +164,7 @@ def take_back_the_forward_of_a_class(side: Side, choice: Random) -> None:
 
 def _take_patches_back(number: int | None = None) -> None:
     for _ in range(len(_patched) if number is None else min(number, len(_patched))):
-        cls, forward = _patched.pop()
-        cls.forward = forward  # type: ignore[attr-defined]
+        _patched.pop()()
 
 
 @act()
@@ -187,7 +207,7 @@ def replace_a_norm_by_another_kind(side: Side, choice: Random) -> None:
 
 def _has_equal_layers(side: Side) -> bool:
     """Tell whether there are layers that can stand in each other's places: none that get another mask there."""
-    return len(side.named("DecoderLayer")) > 1 and not has_mixers(side)
+    return len(side.named("DecoderLayer")) > 1 and not side.named("GatedDeltaNet")
 
 
 @act(lambda side: len(side.named("MLP")) > 1)
@@ -310,76 +330,3 @@ def replace_the_forward_of_an_activation(side: Side, choice: Random) -> None:
 def restore_an_activation(side: Side, choice: Random) -> None:
     """Alone, without what it is in."""
     kernels_ext_npu.restore(choice.choice(activations(side)))
-
-
-# ---- linear attention: its functions, its convolution, and what a cache carries on -----------------------------------
-def mixers(side: Side) -> list[Any]:
-    """Return the modules that compute linear attention."""
-    return [module for _, module in side.named("GatedDeltaNet")]
-
-
-def has_mixers(side: Side) -> bool:
-    """Tell whether there is linear attention."""
-    return bool(mixers(side))
-
-
-acts(
-    has_mixers,
-    change_the_activation_of_a_convolution=lambda side, choice: setattr(
-        choice.choice(mixers(side)), "activation", choice.choice(["silu", "swish", None, "relu", "gelu"])
-    ),
-)
-
-
-@act(has_mixers)
-def replace_a_convolution(side: Side, choice: Random) -> None:
-    """By another one, perhaps with a bias."""
-    mixer = choice.choice(mixers(side))
-    old = mixer.conv1d
-    new = nn.Conv1d(
-        old.in_channels, old.out_channels, old.kernel_size[0], groups=old.groups, padding=old.padding[0],
-        bias=choice.random() < 0.75, device=side.device, dtype=old.weight.dtype,
-    )  # fmt: skip
-    mixer.conv1d = drawn(new, 9, 2)
-
-
-@act(has_mixers)
-def change_how_fast_states_fade(side: Side, choice: Random) -> None:
-    mixer = choice.choice(mixers(side))
-    with torch.no_grad():
-        mixer.A_log.fill_(choice.choice([-2.0, 0.5, 3.0]))
-        mixer.dt_bias.add_(choice.choice([-1.0, 2.0]))
-
-
-FUNCTIONS = (
-    *("causal_conv1d_fn", "causal_conv1d_update", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
-)
-
-
-@act(has_mixers)
-def replace_a_function_of_linear_attention(side: Side, choice: Random) -> None:
-    """In its file, as patches of frameworks do; both sides have one file, which is changed once."""
-    name = choice.choice(FUNCTIONS)
-    module = sys.modules[type(mixers(side)[0]).__module__]
-    before = vars(module)[name]
-    own = original_function(before)
-    if own is None or own.__name__ != name:
-        return
-
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return times(own(*args, **kwargs))
-
-    setattr(module, name, replaced)
-    side.cleanups.append(lambda: setattr(module, name, before))
-
-
-@act()
-def decode_some_tokens(side: Side, choice: Random) -> None:
-    """One after the other, and two at once, with one cache, which takes no gradients, while a token may take some."""
-    ids = variants.IDS.to(side.device)
-    with torch.no_grad():
-        cache = side.model(input_ids=ids[:, :2], use_cache=True).past_key_values
-    for start, end in ((2, 3), (3, 5), (0, 1)):
-        with torch.set_grad_enabled(choice.random() < 0.5):
-            logits = side.model(input_ids=ids[:, start:end], past_key_values=cache).logits
-    side.show(logits)

@@ -35,6 +35,7 @@ def _scaled(parameter: Tensor, factor: float) -> nn.Parameter:
 acts(
     zero=_to_one(nn.init.zeros_),
     change_in_place=_to_one(lambda parameter: parameter.mul_(1.125).add_(0.0625)),
+    freeze=lambda side, choice: side.model.requires_grad_(False),
     freeze_a_parameter=_to_one(lambda parameter: parameter.requires_grad_(False)),
     swap_tensors=_to_one(lambda parameter: torch.utils.swap_tensors(parameter, _scaled(parameter, 0.875))),
     replace_data=_of_data(lambda data: data * 0.75),
@@ -88,14 +89,17 @@ def untie(side: Side, choice: Random) -> None:
 
 @act()
 def flatten(side: Side, choice: Random) -> None:
-    """Lay parameters into one buffer, as optimizers that shard do, in the order of the model or backwards."""
-    named = side.parameters()
-    parameters = [p for _, p in named if p.dtype == named[0][1].dtype]
+    """Lay parameters into one buffer, as optimizers that shard do, in an order, and perhaps with gaps."""
+    named, gap = side.parameters(), choice.choice([0, 7])
     if choice.random() < 0.5:
-        parameters.reverse()
-    side.held["flat"] = torch.cat([p.detach().reshape(-1) for p in parameters])
-    for parameter, part in zip(parameters, side.held["flat"].split([p.numel() for p in parameters])):
-        parameter.data = part.view(parameter.shape)
+        named.sort(key=lambda each: each[0].split(".")[::-1])  # weights of one name together, gate apart from up
+    if choice.random() < 0.5:
+        named.reverse()
+    parameters = [p for _, p in named if p.dtype == named[0][1].dtype]
+    parts = [nn.functional.pad(p.detach().reshape(-1), (0, gap)) for p in parameters]
+    side.held["flat"] = torch.cat(parts)
+    for parameter, part in zip(parameters, side.held["flat"].split([part.numel() for part in parts])):
+        parameter.data = part[: parameter.numel()].view(parameter.shape)
 
 
 acts(

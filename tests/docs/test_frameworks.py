@@ -4,21 +4,16 @@ Each is installed into an environment of its own, without what it requires of to
 the tests. Their results are compared with their own without kernels.
 """
 
-import fcntl
 import json
 import shlex
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.support import checkpoints, pages
+from tests.support import checkpoints, environments, pages
 
 pytestmark = [pytest.mark.long, pytest.mark.software]  # which counts what the recipes launch
 
@@ -42,9 +37,6 @@ class Framework:
     name: str
     version: str
     packages: str
-
-    def __str__(self) -> str:
-        return self.name
 
 
 LLAMA_FACTORY = Framework(
@@ -78,37 +70,13 @@ VERL = Framework(
 # ---- environments ---------------------------------------------------------------------------------------------------
 @pytest.fixture
 def install(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[Framework], str]:
-    """The interpreter of an environment with a framework, which one worker makes for all."""
-    base = tmp_path_factory.getbasetemp()
-    root = (base if worker_id == "master" else base.parent) / "frameworks"
-    root.mkdir(exist_ok=True)
+    """The interpreter of an environment with a framework."""
 
-    def interpreter(framework: Framework) -> str:
-        outcome = root / f"{framework}.txt"
-        with (root / f"{framework}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not outcome.exists():
-                outcome.write_text(make(framework, root / framework.name))
-        if reason := outcome.read_text():
-            pytest.skip(f"the package index at hand does not install {framework} {framework.version}: {reason}")
-        return str(root / framework.name / "bin" / "python")
+    def interpreter(of: Framework) -> str:
+        packages = f"{of.name}=={of.version}", *of.packages.split()
+        return environments.interpreter(tmp_path_factory, worker_id, of.name, *packages, deps=False)
 
     return interpreter
-
-
-def make(framework: Framework, folder: Path) -> str:
-    """Why it cannot be, empty if it is."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "--disable-pip-version-check"]
-    requirements = [f"{framework}=={framework.version}", *framework.packages.split()]
-    result = subprocess.run([*pip, "install", "-q", "--no-deps", *requirements], capture_output=True, text=True)
-    if result.returncode:
-        return " ".join(line for line in result.stderr.splitlines() if line.startswith("ERROR")) or result.stderr[-500:]
-    (packages,) = folder.glob("lib/python*/site-packages")
-    # its libraries may be those for CUDA, which do not load here; without any it imports, and nothing here is sound
-    shutil.rmtree(packages / "torchaudio" / "lib", ignore_errors=True)
-    (packages / "packages_of_the_tests.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
-    return ""
 
 
 @pytest.fixture

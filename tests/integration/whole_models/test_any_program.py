@@ -90,7 +90,7 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
         for number in (0, 1)  # with gradients, and in inference mode
     ),
     # in the order of the model, gate apart from up, and with gaps
-    *(("dense", [("flatten", number), ("train", 1), ("step_with_sgd", 1)]) for number in (1, 4, 5)),
+    *(("dense", [("flatten", number), ("train", 1), ("step_with_sgd", 1)]) for number in (2, 10, 6)),
     *(
         (variant, [("replace_the_calls_of_a_class", n), ("kernelize", 1), ("take_back_a_change_of_a_class", 1)])
         for variant, numbers in CALLED.items()

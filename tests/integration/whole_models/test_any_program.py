@@ -93,7 +93,7 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
         for number in (0, 1)  # with gradients, and in inference mode
     ),
     # in the order of the model, gate apart from up, and with gaps
-    *(("dense", [("flatten", number), ("train", 1), ("step_with_sgd", 1)]) for number in (1, 4, 5)),
+    *(("dense", [("flatten", number), ("train", 1), ("step_with_sgd", 1)]) for number in (2, 10, 6)),
     *(
         (variant, [("replace_the_calls_of_a_class", n), ("kernelize", 1), ("take_back_a_change_of_a_class", 1)])
         for variant, numbers in CALLED.items()
@@ -102,8 +102,6 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     *(("dense", [(act, number)]) for act in ("step_by_sam", "evaluate_with_other_weights") for number in range(2)),
     *(("dense", [(act, number), ("train", 1)]) for act in CLASSES for number in range(6)),
     ("two models in one", [("change_the_forward_of_a_class", 1)]),  # of layer norms
-    # of norms behind sums
-    *(("dense", [("change_a_class", number), ("decode_some_tokens", 1)]) for number in (6, 29)),
     ("experts with clipped SwiGLU", [("move_to_the_cpu", 1), ("train", 1)]),
     *(("experts with clipped SwiGLU", [("change_alpha_or_limit", number)]) for number in (53824, 61422)),
     ("dense", [("move_to_the_cpu", 1), ("change_the_forward_of_a_class", 631)]),

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from transformers import DynamicCache, StaticCache
-from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import INDEXERS
@@ -110,20 +109,6 @@ def test_weights_that_are_asked_for_are_those_of_chosen_keys() -> None:
                 expected = model(ids, output_attentions=True).attentions
             for weights, truth in zip(found, expected):
                 assert_near(weights, truth)
-
-
-def test_an_indexer_alone_chooses_the_keys_of_its_class() -> None:
-    """With the mask of its queries as its class takes it, and of a cache; the order is that of the scores."""
-    model, ours = made("DeepseekV32ForCausalLM")
-    theirs, mine = (each.model.layers[0].self_attn.indexer for each in (model, ours))
-    assert isinstance(mine, DeepseekV32Indexer)
-    x, residual, table = torch.randn(2, 12, 64), torch.randn(2, 12, 24), torch.randn(2, 1, 12, 8)
-    seen = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, -1, -1)
-    expected = theirs(x, residual, tuple(table), seen, None)
-    found = mine(x.npu(), residual.npu(), tuple(table.npu()), seen.npu(), None)
-    assert found.dtype == expected.dtype == torch.int32
-    rows = slice(3, None)  # those before see no four keys
-    assert torch.equal(found.cpu()[:, rows], expected[:, rows])
 
 
 def test_what_is_restored_computes_all_scores_and_the_report_says_so(chosen) -> None:

@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import kernels_ext_npu
 from kernels_ext_npu.measuring.costs import Cost
 from tests.support import llama_factory, memory
-from tests.support.costs import costs, published
+from tests.support.costs import costs
 
 pytestmark = pytest.mark.usefixtures("frozen")
 
@@ -109,24 +109,3 @@ def test_frozen_experts_hold_less_still(registered) -> None:
             parameter.requires_grad_("experts" not in name)
 
     assert peak(freeze) < peak(kernels_ext_npu.kernelize)
-
-
-@pytest.mark.parametrize(
-    ("model", "fewer"), [("deepseek_v3", 58 * 17), pytest.param("glm4_moe", 45 * 16, marks=pytest.mark.long)]
-)
-def test_routers_of_whole_models_launch_three_times(registered, model, fewer) -> None:
-    """In place of 20; GLM's one group saves a copy of the mask of groups.
-
-    At their real sizes and in bfloat16, with the bias in float32, as from_pretrained keeps it.
-    """
-    found = []
-    with published(model) as (built, count):
-        count("forward")  # makes the mask that later forwards share
-        for prepare in (lambda each: None, kernels_ext_npu.restore):
-            for module in built.modules():
-                if type(module).__name__.endswith("TopkRouter"):
-                    prepare(module)
-            found.append(count("forward"))
-    ours, without = found
-    assert without.launches.total() - ours.launches.total() == fewer
-    assert ours.waits <= without.waits

@@ -90,11 +90,12 @@ def untie(side: Side, choice: Random) -> None:
 @act()
 def flatten(side: Side, choice: Random) -> None:
     """Lay parameters into one buffer, as optimizers that shard do, in an order, and perhaps with gaps."""
-    named, gap = side.parameters(), choice.choice([0, 7])
-    if choice.random() < 0.5:
-        named.sort(key=lambda each: each[0].split(".")[::-1])  # weights of one name together, gate apart from up
+    named = side.parameters()
     if choice.random() < 0.5:
         named.reverse()
+    if choice.random() < 0.5:
+        named.sort(key=lambda each: each[0].split(".")[::-1])  # weights of one name together, gate apart from up
+    gap = choice.choice([0, 7])
     parameters = [p for _, p in named if p.dtype == named[0][1].dtype]
     parts = [nn.functional.pad(p.detach().reshape(-1), (0, gap)) for p in parameters]
     side.held["flat"] = torch.cat(parts)

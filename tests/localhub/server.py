@@ -6,8 +6,10 @@ import contextlib
 import http.server
 import socket
 import struct
+import sys
 import threading
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, unquote
 
 from tests.localhub.answers import REGISTRY, Answer, Request, Settings, answer
@@ -104,8 +106,10 @@ class Server(http.server.ThreadingHTTPServer):
         self.open.discard(request)
         super().shutdown_request(request)
 
-    def handle_error(self, *_: object) -> None:
-        """Let go of a client that was killed or has given up."""
+    def handle_error(self, *connection: Any) -> None:
+        """Let go of a client that was killed or has given up; print whatever else goes wrong."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(*connection)
 
     def stop(self) -> None:
         self.stops.set()

@@ -18,7 +18,7 @@ from proving import ProvingError, cpu_builds
 from proving.interpreters import ARCHITECTURE
 
 # of requirements.txt; what the programs of a proof import
-TOOLS = ("accelerate", "hypothesis", "kernels", "packaging", "pytest", "starlette", "transformers", "typer", "uvicorn")
+TOOLS = ("accelerate", "hypothesis", "kernels", "packaging", "pytest", "transformers", "typer")
 # chosen by hand: as requirements of others they bring another release, or CUDA
 CHOSEN = ("torch", "torch-npu")
 # required by torch's CUDA builds, of which a CPU build is made

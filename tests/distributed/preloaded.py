@@ -18,7 +18,7 @@ import transformers.models.qwen3.modeling_qwen3
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
 import kernels_ext_npu  # noqa: F401
-from tests.distributed import comparing, split_training, stack  # noqa: F401
+from tests.distributed import comparing, splitting  # noqa: F401
 
 torch.set_num_threads(1)
 gc.collect()

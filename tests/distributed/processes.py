@@ -6,20 +6,24 @@ seconds. One that fails, dies or hangs ends them all; the next test gets new one
 
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
-import time
-import traceback
+import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from datetime import timedelta
 from typing import Any
+
+import pytest
 
 SECONDS = 90  # a test that takes longer hangs
 GRACE = 3  # what the others get when one has failed
 BACKENDS = "hccl", "cpu:gloo,npu:hccl"
 DEVICES = 8  # of the machine, however many processes there are
 PRELOADED = "tests.distributed.preloaded"
+STORE = "TESTS_DISTRIBUTED_STORE"  # in the processes: that of the process group which they have
 
 
 class FailedOnRanksError(AssertionError):
@@ -31,7 +35,8 @@ class Processes:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._workers: list[tuple[multiprocessing.Process, Connection]] = []
+        self._workers: list[ProcessPoolExecutor] = []
+        self._pids: list[int] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         self._group = 0
         self._backend = ""
@@ -47,78 +52,53 @@ class Processes:
             self._start()
         if backend != self._backend:
             self._group, self._backend = self._group + 1, backend
-        store = Path(self._folder.name) / f"store-{self._group}"
-        for _, connection in self._workers:
-            connection.send((function, args, kwargs, backend, str(store)))
-        return self._results(time.monotonic() + seconds)
+        store, call = f"{self._folder.name}/store-{self._group}", pickle.dumps((function, args, kwargs))
+        results = [worker.submit(_call, backend, store, call) for worker in self._workers]
+        wait(results, seconds, FIRST_EXCEPTION)
+        wait(results, GRACE)
+        if failures := {rank: failure for rank, result in enumerate(results) if (failure := _failure(result))}:
+            self.stop()
+            raise FailedOnRanksError("\n".join(f"rank {rank}: {failure}" for rank, failure in failures.items()))
+        return [result.result() for result in results]
 
     def stop(self) -> None:
-        """End the processes."""
-        for process, connection in self._workers:
-            connection.close()  # a worker that waits for work ends by itself
-            process.join(GRACE)
-            if process.is_alive():
+        """End the processes: no collective at the end, another rank may be gone."""
+        for process in multiprocessing.active_children():
+            if process.pid in self._pids:
                 process.kill()
-                process.join()
+        for worker in self._workers:
+            worker.shutdown()
         self._workers.clear()
         self._backend = ""
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([PRELOADED])
-        environment = _environment()
-        before = {name: os.environ.get(name) for name in environment}
-        os.environ.update(environment)  # the process that they are forked from reads it while it imports
-        try:
-            for rank in range(self.size):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, rank, self.size), daemon=True)
-                process.start()
-                theirs.close()
-                self._workers.append((process, ours))
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-    def _results(self, deadline: float) -> list[Any]:
-        ranks = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
-        waiting = set(ranks)
-        results: dict[int, Any] = {}
-        failures: dict[int, str] = {}
-        while waiting and (ready := wait(list(waiting), max(0, deadline - time.monotonic()))):
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                waiting.discard(connection)
-                rank = ranks[connection]
-                try:
-                    results[rank], failure = connection.recv()
-                except EOFError:
-                    failure = "its process ended"
-                if failure is not None:
-                    failures[rank] = failure
-                    deadline = min(deadline, time.monotonic() + GRACE)
-        failures |= {ranks[connection]: "not done in time" for connection in waiting}
-        if failures:
-            for process, _ in self._workers:
-                process.kill()
-            self.stop()
-            raise FailedOnRanksError("\n".join(f"rank {rank}: {failures[rank]}" for rank in sorted(failures)))
-        return [results[rank] for rank in range(self.size)]
+        environment = {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "PYTHONWARNINGS": "ignore",
+            "SOFTNPU_DEVICES": str(DEVICES),  # torch_npu asks for it while it is imported
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():  # which the process that they are forked from reads
+                patch.setenv(name, value)
+            self._workers = [ProcessPoolExecutor(1, context, _begin, (rank, self.size)) for rank in range(self.size)]
+            self._pids = [worker.submit(os.getpid).result() for worker in self._workers]
 
 
-def _environment() -> dict[str, str]:
-    return {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "PYTHONWARNINGS": "ignore",
-        "SOFTNPU_DEVICES": str(DEVICES),  # torch_npu asks for it while it is imported
-    }
+def _failure(result: Future) -> str | None:
+    if not result.done():
+        return "not done in time"
+    error = result.exception()
+    return "its process ended" if isinstance(error, BrokenProcessPool) else error and str(error.__cause__)
 
 
-def _serve(connection: Connection, rank: int, size: int) -> None:
-    """A worker's main function: calls what it is sent until the connection closes."""
+def _begin(rank: int, size: int) -> None:
+    """Begin as a rank, before the process is told what to call."""
+    threading.Thread(target=_end_with_the_tests, daemon=True).start()
     count = str(size)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     import softnpu  # noqa: F401, I001  before torch
@@ -126,34 +106,24 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
 
     torch.set_num_threads(1)
     torch.npu.set_device(rank)
-    backend = None
-    while True:
-        try:
-            message = connection.recv()
-        except EOFError:
-            break
-        except Exception:  # the function's module could not be imported here
-            connection.send((None, traceback.format_exc()))
-            continue
-        function, args, kwargs, wanted, store = message
-        try:
-            if wanted != backend:
-                backend = _join(wanted, store, rank, size)
-            answer = function(*args, **kwargs), None
-        except Exception:
-            answer = None, traceback.format_exc()
-        connection.send(answer)
-    # no collective at the end: another rank may be gone
-    os._exit(0)
 
 
-def _join(backend: str, store: str, rank: int, size: int) -> str:
-    from datetime import timedelta
+def _end_with_the_tests() -> None:
+    """Let nothing be left of a run that was killed."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
+
+def _call(backend: str, store: str, call: bytes) -> Any:
+    """Call what was sent, in the process group of a store, which is made when it is first asked for."""
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    timeout = timedelta(seconds=SECONDS)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
-    return backend
+    if store != os.environ.get(STORE):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        timeout = timedelta(seconds=SECONDS)
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+        os.environ[STORE] = store
+    function, args, kwargs = pickle.loads(call)
+    return function(*args, **kwargs)

@@ -1,88 +1,249 @@
-"""A step of training with sequences that somebody splits between devices. Runs in the processes.
+"""Training with sequences that somebody splits between devices, and with whole ones. Runs in the processes, too.
 
-The rows of `models.tokens`, or the same packed into one sequence: either way loss and gradients are those of
-`models.train`.
+Each step is of the rows of `models.tokens`: as they are, with padding around each, or packed into one sequence. Loss
+and gradients are the same either way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
+from transformers import DistributedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import kernels_ext_npu
 from kernels_ext_npu.swaps.attention.shared_sequences import Exchange, Gather, Range, Split
-from tests.distributed import models
-from tests.distributed.models import LENGTH, ROWS, Tensors
+from tests.distributed import engines, models
+from tests.distributed.models import IMAGE, IMAGE_START, LENGTH, ROWS, Tensors
 
-Enter = Callable[[PreTrainedModel, str, Tensor], bool]
+STEPS = 10
+# With it the gradients of one process in float32 stay within 4e-6 of float64; with 1e-2 those of gpt-oss are at 1.2e-5.
+RATE = 3e-3
+IMAGES = torch.tensor([[1, 4, 4]] * 2)  # of the first two rows
+LABELS = ROWS * (LENGTH - 1)
 
 
-def step(
-    framework: str,
+def whole(folder: Path, is_adapted: bool) -> list[Tensors]:
+    """Train one process on the CPU without kernels, with transformers' plainest formulas; returns as `models.train`."""
+    model = _adapted(models.load(folder, experts_implementation="eager", attn_implementation="eager"), is_adapted)
+
+    def loss_of(step: int) -> Tensor:
+        ids = _tokens(model, step)
+        images = {}
+        if _sees(model):
+            kinds = (ids == IMAGE).int()
+            images = {"pixel_values": _pixels(step), "image_grid_thw": IMAGES, "mm_token_type_ids": kinds}
+        loss = model(ids, labels=ids, use_cache=False, **images).loss
+        loss.backward()
+        return loss.detach()
+
+    return _train(model, loss_of, STEPS)
+
+
+def split(
     folder: Path,
     attention: str | None,
-    packed: bool = False,
-    withheld: str = "",
+    layout: str = "rows",
+    steps: int = 1,
+    framework: str = "torch",
+    is_adapted: bool = False,
+    experts: int = 1,
     padding: int = 0,
     hole: bool = False,
     length: int = LENGTH,
+    withheld: str = "",
     is_forward_called: bool = False,
     **more: Any,
-) -> Tensors:
-    """Train a step with kernels, and sum loss and gradients of all processes, which have to call this together.
+) -> list[Tensors]:
+    """Train with kernels on all processes, which have to call this together, and return what `whole` does.
 
-    ``withheld`` is what torch's context parallelism needs and the model is not given, ``padding`` how many tokens are
-    in front of each row and behind it, and a ``hole`` is one between tokens. ``more`` is given to the model.
+    Args:
+        folder: of the checkpoint.
+        attention: the implementation that the model names.
+        layout: ``rows``, ``padded``, of which row i begins behind i tokens of padding, or ``packed``.
+        steps: their number.
+        framework: who splits.
+        is_adapted: whether adapters alone are trained.
+        experts: how many devices share experts. Then two share rows, and FSDP2 shards the other weights over all.
+        padding: how many tokens are in front of each row and behind it.
+        hole: whether one between tokens is left out, too.
+        length: how many tokens of each row there are.
+        withheld: what torch's context parallelism needs, and the model is not given.
+        is_forward_called: whether the model is not called itself.
+        more: is given to the model.
     """
     kernels_ext_npu.register(everywhere=True)
     try:
-        model = models.load(folder, attn_implementation=attention, device_map=torch.device("npu", dist.get_rank()))
-        batch = _batch(packed, length)
-        ids, labels, positions, mask = (F.pad(t, (padding, padding), value=fill) for t, fill in batch)
-        given = {"position_ids": positions, "labels": ids, "shift_labels": labels}
-        given |= {"num_items_in_batch": ROWS * (LENGTH - 1), "use_cache": False}
-        if padding or hole:
-            mask[:, 3] *= not hole
-            given["attention_mask"] = mask
-        given |= more
-        given.pop(withheld, None)
-        if framework == "torch":
-            mesh = dist.init_device_mesh("npu", (dist.get_world_size(),))
-            with context_parallel(mesh, buffers=[ids, labels, positions, mask], buffer_seq_dims=[1] * 4):
-                loss = (model.forward if is_forward_called else model)(ids, **given).loss
-                loss.backward()
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        if experts > 1:
+            placed: dict[str, Any] = {"distributed_config": DistributedConfig(ep_size=experts, fsdp_size=ranks)}
+            mesh, rows = dist.init_device_mesh("npu", (ranks // 2, 2), mesh_dim_names=("dp", "cp")), rank // 2
+            mesh = mesh["cp"]
         else:
-            splits_itself = FRAMEWORKS[framework](model, attention or "sdpa", positions)
-            own = ["shift_labels"] if splits_itself else ["shift_labels", "labels", "position_ids"]
-            given |= {name: given[name].chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous() for name in own}
-            loss = model(input_ids=ids if splits_itself else given["labels"], **given).loss
-            loss.backward()
-        found = {"loss": loss.detach()} | {f"gradient {path}": p.grad for path, p in model.named_parameters()}
-        for tensor in found.values():
-            dist.all_reduce(tensor)
-        return {name: tensor.cpu() for name, tensor in found.items()}
+            placed, rows = {"device_map": torch.device("npu", rank)}, 0
+            mesh = dist.init_device_mesh("npu", (ranks,))
+        model = _adapted(models.load(folder, attn_implementation=attention, **placed), is_adapted)
+
+        def loss_of(step: int) -> Tensor:
+            ids = _tokens(model, step)[:, :length].npu()
+            buffers = _laid_out(ids.chunk(ranks // mesh.size())[rows], layout, padding, hole)
+            features = _see(model, ids, buffers, step) if _sees(model) else None
+            with FRAMEWORKS[framework](model, attention or "sdpa", mesh, buffers) as given:
+                given.pop(withheld, None)
+                numbers = given.pop("images", None)
+                if features is not None:
+                    own = features[numbers[given["input_ids"] == IMAGE]]
+                    given["mm_encoder_outputs"] = {"image": BaseModelOutputWithPooling(pooler_output=(own,))}
+                given |= {"num_items_in_batch": LABELS, "use_cache": False} | more
+                loss = (model.forward if is_forward_called else model)(**given).loss
+                (loss * (ranks if experts > 1 else 1)).backward()  # of which FSDP2 takes the mean
+            loss = loss.detach()
+            dist.all_reduce(loss)
+            for parameter in model.parameters() if experts == 1 else ():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+            return loss.cpu()
+
+        return _train(model, loss_of, steps)
     finally:
         kernels_ext_npu.unregister()
 
 
-def error_of_step(*args: Any, **kwargs: Any) -> str:
+def refusal(*args: Any, **kwargs: Any) -> str:
     """Return what a step says that is refused; empty where none is."""
     try:
-        step(*args, **kwargs)
+        split(*args, **kwargs)
     except ValueError as error:
         return str(error)
     return ""
 
 
+def _train(model: nn.Module, loss_of: Callable[[int], Tensor], steps: int) -> list[Tensors]:
+    optimizer = models.optimizer_of(model, RATE)
+    found: list[Tensors] = []
+    for step in range(steps):
+        loss = loss_of(step)
+        found.append({"loss": loss} | {f"gradient {name}": each for name, each in engines.gradients(model).items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, {f"weight {name}": each for name, each in engines.weights(model).items()}]
+
+
+def _adapted(model: Any, is_adapted: bool) -> Any:
+    if not is_adapted:
+        return model
+    from peft import LoraConfig, get_peft_model  # seconds, for one test
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)  # zeros hide half
+        return get_peft_model(model, config)
+
+
+# ---- what a model is given -------------------------------------------------------------------------------------------
+def _sees(model: nn.Module) -> bool:
+    return hasattr(model.config, "vision_config")  # type: ignore[union-attr]
+
+
+def _tokens(model: nn.Module, step: int) -> Tensor:
+    ids = models.tokens(step)
+    if _sees(model):
+        ids[ids <= IMAGE_START] = IMAGE_START + 1
+        ids[: len(IMAGES), 1:6] = torch.tensor([IMAGE_START, *[IMAGE] * 4])
+    return ids
+
+
+def _pixels(step: int) -> Tensor:
+    return torch.randn(32, 96, generator=torch.Generator().manual_seed(step))
+
+
+def _see(model: Any, ids: Tensor, buffers: Tensors, step: int) -> Tensor:
+    """Return the features of whole images, and add to what is split which of them a token stands for."""
+    kinds = (ids == IMAGE).int()
+    buffers["position_ids"] = model.model.get_rope_index(ids, kinds, IMAGES.npu())[0]
+    buffers["images"] = kinds.flatten().cumsum(0).view_as(ids) - 1
+    return torch.cat(model.model.get_image_features(_pixels(step).npu(), IMAGES.npu()).pooler_output)
+
+
+def _laid_out(ids: Tensor, layout: str, padding: int, hole: bool) -> Tensors:
+    """Return what a model is given of some rows, by name, the sequence in the last dimension."""
+    positions = torch.arange(ids.shape[1], device="npu").expand(len(ids), -1)
+    made = {"input_ids": ids, "shift_labels": F.pad(ids, (0, 1), value=-100)[:, 1:], "position_ids": positions}
+    if layout == "padded" or padding or hole:
+        made["attention_mask"] = torch.ones_like(ids)
+        for name, tensor in made.items():
+            sides = [(i, ROWS - i) if layout == "padded" else (padding, padding) for i in range(len(ids))]
+            value = -100 if name == "shift_labels" else 0
+            made[name] = torch.stack([F.pad(row, side, value=value) for row, side in zip(tensor, sides)])
+        made["attention_mask"][:, 3] *= not hole
+    if layout == "packed":
+        made = {name: tensor.reshape(1, -1) for name, tensor in made.items()}
+    return {name: tensor.contiguous().clone() for name, tensor in made.items()}
+
+
+# ---- who splits ------------------------------------------------------------------------------------------------------
+@contextmanager
+def _torch(model: PreTrainedModel, attention: str, mesh: DeviceMesh, buffers: Tensors) -> Iterator[dict[str, Any]]:
+    tensors = list(buffers.values())
+    with context_parallel(mesh, buffers=tensors, buffer_seq_dims=[tensor.dim() - 1 for tensor in tensors]):
+        yield buffers | {"labels": buffers["input_ids"]}
+
+
+@contextmanager
+def _ms_swift(model: PreTrainedModel, attention: str, mesh: DeviceMesh, buffers: Tensors) -> Iterator[dict[str, Any]]:
+    from swift.sequence_parallel import sequence_parallel
+
+    model.model_info = SimpleNamespace(is_moe_model=False)  # as its loader notes
+    model.model_meta = SimpleNamespace(model_arch=SimpleNamespace(language_model=None))
+    is_packed = len(buffers["position_ids"]) == 1
+    sequence_parallel.prepare(mesh.size(), model, SimpleNamespace(pad_token_id=0), padding_free=is_packed)
+    sequence_parallel.extra_kwargs["text_position_ids"] = buffers["position_ids"].clone()
+    yield buffers | _parts({"shift_labels": buffers["shift_labels"]}) | {"labels": buffers["input_ids"]}
+
+
+@contextmanager
+def _deepspeed(model: PreTrainedModel, attention: str, mesh: DeviceMesh, buffers: Tensors) -> Iterator[dict[str, Any]]:
+    from deepspeed import comm
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    comm.init_distributed(dist_backend="hccl", dist_init_required=False)
+    UlyssesSPAttentionHF.register_with_transformers(model, attention, mesh.size(), len(buffers["position_ids"]))
+    parts = _parts(buffers)
+    yield parts | {"labels": parts["input_ids"]}
+
+
+@contextmanager
+def _verl(model: PreTrainedModel, attention: str, mesh: DeviceMesh, buffers: Tensors) -> Iterator[dict[str, Any]]:
+    from verl.models.transformers.monkey_patch import apply_monkey_patch
+    from verl.utils import ulysses
+
+    ulysses.set_ulysses_sequence_parallel_group(dist.group.WORLD)
+    apply_monkey_patch(model, ulysses_sp_size=mesh.size())
+    parts = _parts(buffers)
+    yield parts | {"labels": parts["input_ids"]}
+
+
+def _parts(tensors: Tensors) -> Tensors:
+    """Return what this process has of each."""
+    return {name: t.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous() for name, t in tensors.items()}
+
+
+FRAMEWORKS: dict[str, Callable[..., AbstractContextManager[dict[str, Any]]]] = {
+    "torch": _torch, "swift": _ms_swift, "deepspeed": _deepspeed, "verl": _verl,
+}  # fmt: skip
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
 class _Messages(TorchDispatchMode):
     """Notes when something is sent, and when an operator takes what has arrived."""
 
@@ -128,46 +289,3 @@ def groups_of_neighbours() -> tuple[list[int], list[int]] | None:
     mesh = rows["cp"]
     heads, keys = Split(mesh.get_group(), mesh.get_local_rank(), mesh.size(), is_balanced=True).grouped(2)
     return dist.get_process_group_ranks(heads.group), dist.get_process_group_ranks(keys.group)
-
-
-def _batch(packed: bool, length: int) -> list[tuple[Tensor, int]]:
-    """Return tokens, labels, positions and what is no padding, each with what it is where there is padding."""
-    ids = models.tokens(0)[:, :length]
-    labels = F.pad(ids, (0, 1), value=-100)[:, 1:]
-    positions = torch.arange(length).expand(ROWS, -1)
-    shape = (1, -1) if packed else (ROWS, length)
-    tensors = (ids, labels, positions, torch.ones_like(ids))
-    return [(tensor.reshape(shape).contiguous().npu(), fill) for tensor, fill in zip(tensors, (0, -100, 0, 0))]
-
-
-# ---- frameworks: each returns whether it splits what the model is given --------------------------------------------
-def _ms_swift(model: PreTrainedModel, attention: str, positions: Tensor) -> bool:
-    from swift.sequence_parallel import sequence_parallel
-
-    model.model_info = SimpleNamespace(is_moe_model=False)  # as its loader notes
-    model.model_meta = SimpleNamespace(model_arch=SimpleNamespace(language_model=None))
-    is_packed = len(positions) == 1
-    sequence_parallel.prepare(dist.get_world_size(), model, SimpleNamespace(pad_token_id=0), padding_free=is_packed)
-    sequence_parallel.extra_kwargs["text_position_ids"] = positions.clone()
-    return True
-
-
-def _deepspeed(model: PreTrainedModel, attention: str, positions: Tensor) -> bool:
-    from deepspeed import comm
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-
-    comm.init_distributed(dist_backend="hccl", dist_init_required=False)
-    UlyssesSPAttentionHF.register_with_transformers(model, attention, dist.get_world_size(), len(positions))
-    return False
-
-
-def _verl(model: PreTrainedModel, attention: str, positions: Tensor) -> bool:
-    from verl.models.transformers.monkey_patch import apply_monkey_patch
-    from verl.utils import ulysses
-
-    ulysses.set_ulysses_sequence_parallel_group(dist.group.WORLD)
-    apply_monkey_patch(model, ulysses_sp_size=dist.get_world_size())
-    return False
-
-
-FRAMEWORKS: dict[str, Enter] = {"swift": _ms_swift, "deepspeed": _deepspeed, "verl": _verl}

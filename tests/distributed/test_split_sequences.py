@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.distributed import matrix, models, splitting
+from tests.distributed.conftest import Made
 from tests.distributed.launching import ROOT, TORCHRUN, launch
 from tests.distributed.models import Tensors
 from tests.distributed.processes import Processes
@@ -22,29 +23,81 @@ from tests.support import zoo
 
 pytestmark = pytest.mark.distributed
 
+# float32: ten steps in which sums are in another order. One process is up to 4e-6 from what it would be in float64.
+RELATIVE = 1e-5
 NAME, HUB_NAME = "npu_flash_attention", "kernels-ext-npu/flash-attn"
 MASK = torch.ones(models.ROWS, 1, models.LENGTH // 2, models.LENGTH // 2, dtype=torch.bool)  # of a caller
 
 
-def assert_equal(found: Tensors, truth: Path) -> None:
+def assert_equal(found: list[Tensors], truth: Path) -> None:
+    """Compare the first step."""
     expected = torch.load(truth)[0]
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    assert found[0].keys() == expected.keys()
+    for name, tensor in found[0].items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=matrix.TOLERANCE, msg=name)
 
 
-# ---- torch's context parallelism -------------------------------------------------------------------------------------
+# ---- ten steps by torch's context parallelism ------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def trained(checkpoints, tmp_path_factory) -> Made:
+    """What one process computes, in a file for each model; ``+`` behind its name stands for adapters."""
+    folder = tmp_path_factory.mktemp("trained")
+
+    def make(name: str) -> Path:
+        path = folder / f"{name}.pt"
+        torch.save(splitting.whole(checkpoints[name.removesuffix("+")], name.endswith("+")), path)
+        return path
+
+    return Made(make)
+
+
+def assert_trained_alike(found: list[Tensors], truth: Path) -> None:
+    expected = torch.load(truth)
+    assert len(found) == len(expected) == splitting.STEPS + 1  # behind the steps there are the weights
+    for number, (ours, theirs) in enumerate(zip(found, expected)):
+        assert ours.keys() == theirs.keys()
+        length = torch.cat([tensor.flatten() for name, tensor in theirs.items() if name != "loss"]).norm()
+        wrong = {name: ours[name] - tensor for name, tensor in theirs.items()}
+        assert wrong.pop("loss", torch.zeros(())).abs() <= RELATIVE, number
+        assert torch.cat([tensor.flatten() for tensor in wrong.values()]).norm() <= RELATIVE * length, number
+        for name, tensor in wrong.items():  # a small one may be wrong as a whole
+            assert tensor.abs().max() <= matrix.TOLERANCE, (number, name)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "attention"),
+    [
+        ("Qwen3", "padded", None),
+        ("Qwen3+", "packed", None),  # adapters
+        ("Gemma 3", "rows", None),  # windows of four tokens, over blocks of two
+        ("Gemma 3", "packed", NAME),
+        ("gpt-oss", "padded", None),
+        ("Qwen3-Next", "padded", None),
+        ("Qwen2.5-VL", "rows", None),  # each device has some tokens of an image that it sees as a whole
+    ],
+)
+def test_ten_steps(model, layout, attention, two_ranks, checkpoints, trained) -> None:
+    folder, options = checkpoints[model.removesuffix("+")], {"steps": splitting.STEPS}
+    for found in two_ranks.run(splitting.split, folder, attention, layout, is_adapted=model[-1] == "+", **options):
+        assert_trained_alike(found, trained[model])
+
+
+@pytest.mark.parametrize(("model", "layout"), [("Qwen3-MoE", "packed"), ("gpt-oss", "padded")])
+def test_ten_steps_with_experts_on_other_devices(model, layout, four_ranks, checkpoints, trained) -> None:
+    """Two share rows, two share experts, and FSDP2 shards all other weights over four."""
+    options = {"experts": 2, "steps": splitting.STEPS}
+    for found in four_ranks.run(splitting.split, checkpoints[model], None, layout, **options):
+        assert_trained_alike(found, trained[model])
+
+
+# ---- a step by torch's context parallelism ---------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("model", "attention", "options"),
     [
         ("Qwen3", NAME, {}),
         ("Qwen3", None, {"output_attentions": True}),  # torch computes, and transformers warns that it gets none
-        ("Qwen3", None, {"packed": True, "is_forward_called": True}),
-        ("Qwen3", None, {"padding": 2}),
+        ("Qwen3", None, {"layout": "packed", "is_forward_called": True}),
         ("Gemma 3", None, {"padding": 1}),  # ten tokens, of which each device has one block
-        ("Qwen3-MoE", None, {}),
-        ("Gemma 3", None, {}),
-        ("Gemma 3", NAME, {"packed": True}),
         ("gpt-oss", None, {}),
         ("gpt-oss", NAME, {"padding": 4}),  # blocks of four tokens, of which a window of four sees three
         ("Qwen3-Next", None, {}),  # blocks of two tokens: convolutions of four see those of several devices
@@ -53,7 +106,7 @@ def assert_equal(found: Tensors, truth: Path) -> None:
     ],
 )
 def test_context_parallelism(model, attention, options, two_ranks, checkpoints, truths) -> None:
-    for found in two_ranks.run(splitting.step, "torch", checkpoints[model], attention, **options):
+    for found in two_ranks.run(splitting.split, checkpoints[model], attention, **options):
         assert_equal(found, truths[model])
 
 
@@ -88,7 +141,7 @@ def test_context_parallelism(model, attention, options, two_ranks, checkpoints, 
 def test_what_context_parallelism_does_not_compute_is_refused(
     model, attention, options, sentence, two_ranks, checkpoints
 ) -> None:
-    for error in two_ranks.run(splitting.error_of_step, "torch", checkpoints[model], attention, **options):
+    for error in two_ranks.run(splitting.refusal, checkpoints[model], attention, **options):
         assert re.search(sentence, error), error
 
 
@@ -97,7 +150,7 @@ def test_what_context_parallelism_does_not_compute_is_refused(
     [
         ("Gemma 3", None, {}),  # with one token to a block windows of four reach over several devices
         # with two key heads two neighbours exchange heads, and gather keys of the other two
-        ("Qwen3", None, {"packed": True}),
+        ("Qwen3", None, {"layout": "packed"}),
         ("Qwen3", NAME, {"padding": 2}),  # twelve tokens, of which each device has one block
         ("gpt-oss", None, {"padding": 4}),  # blocks of two tokens; of two together a window of four sees three
         ("gpt-oss, no groups", None, {}),  # as many key heads as heads: devices exchange them, and sinks with them
@@ -107,7 +160,7 @@ def test_what_context_parallelism_does_not_compute_is_refused(
     ],
 )
 def test_context_parallelism_over_four_devices(model, attention, options, four_ranks, checkpoints, truths) -> None:
-    for found in four_ranks.run(splitting.step, "torch", checkpoints[model], attention, **options):
+    for found in four_ranks.run(splitting.split, checkpoints[model], attention, **options):
         assert_equal(found, truths[model])
 
 
@@ -119,7 +172,7 @@ def eight_ranks() -> Iterator[Processes]:
 
 
 def test_eight_devices_of_which_four_neighbours_share_four_key_heads(eight_ranks, checkpoints, truths) -> None:
-    for found in eight_ranks.run(splitting.step, "torch", checkpoints["Qwen3, groups"], None, packed=True):
+    for found in eight_ranks.run(splitting.split, checkpoints["Qwen3, groups"], None, layout="packed"):
         assert_equal(found, truths["Qwen3, groups"])
 
 
@@ -129,7 +182,7 @@ def test_groups_of_neighbours_do_not_wait_for_devices_that_have_other_rows(eight
 
 
 def test_devices_that_are_more_than_heads_of_a_recurrence_are_refused(eight_ranks, checkpoints) -> None:
-    for error in eight_ranks.run(splitting.error_of_step, "torch", checkpoints["Kimi Linear"], None, padding=4):
+    for error in eight_ranks.run(splitting.refusal, checkpoints["Kimi Linear"], None, padding=4):
         assert "8 devices, which cannot share 4 heads of a recurrence: let a divisor of these share a sequence" in error
 
 
@@ -148,7 +201,7 @@ def test_all_messages_of_a_layer_travel_before_one_is_waited_for(reach, gathers,
 @pytest.mark.parametrize(("length", "parts"), [(7, "2, 2, 2, 1"), (5, "2, 2, 1, 0"), (2, "1, 1, 0, 0")])
 def test_parts_of_different_lengths_are_refused(length, parts, four_ranks, checkpoints) -> None:
     for model in ("Qwen3", "Qwen3-Next"):
-        for error in four_ranks.run(splitting.error_of_step, "torch", checkpoints[model], None, length=length):
+        for error in four_ranks.run(splitting.refusal, checkpoints[model], None, length=length):
             assert f"which have parts of {parts} tokens: pad to a multiple of 8" in error
 
 
@@ -193,22 +246,22 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Processes]:
 
 
 @pytest.mark.parametrize(
-    ("framework", "model", "attention", "packed"),
+    ("framework", "model", "attention", "layout"),
     [
-        ("swift", "Llama", None, False),
-        ("swift", "Qwen3", "sdpa", True),
-        ("swift", "Gemma 3", None, False),
-        ("swift", "Qwen3", "flash_attention_2", True),
-        ("deepspeed", "Qwen3", None, False),
-        ("deepspeed", "Qwen3", HUB_NAME, True),
-        ("deepspeed", "Gemma 3", HUB_NAME, False),
-        ("verl", "Qwen3", "flash_attention_2", True),
+        ("swift", "Llama", None, "rows"),
+        ("swift", "Qwen3", "sdpa", "packed"),
+        ("swift", "Gemma 3", None, "rows"),
+        ("swift", "Qwen3", "flash_attention_2", "packed"),
+        ("deepspeed", "Qwen3", None, "rows"),
+        ("deepspeed", "Qwen3", HUB_NAME, "packed"),
+        ("deepspeed", "Gemma 3", HUB_NAME, "rows"),
+        ("verl", "Qwen3", "flash_attention_2", "packed"),
     ],
 )
 def test_a_framework_gathers_heads_around_attention(
-    framework, model, attention, packed, ranks, checkpoints, truths
+    framework, model, attention, layout, ranks, checkpoints, truths
 ) -> None:
-    for found in ranks.run(splitting.step, framework, checkpoints[model], attention, packed):
+    for found in ranks.run(splitting.split, checkpoints[model], attention, layout, framework=framework):
         assert_equal(found, truths[model])
 
 
@@ -223,5 +276,5 @@ def test_a_framework_gathers_heads_around_attention(
     ],
 )
 def test_what_a_framework_does_not_gather_is_refused(framework, model, attention, sentence, ranks, checkpoints) -> None:
-    for error in ranks.run(splitting.error_of_step, framework, checkpoints[model], attention):
+    for error in ranks.run(splitting.refusal, checkpoints[model], attention, framework=framework):
         assert re.search(sentence, error), error

@@ -4,6 +4,7 @@ Gate and up are packed rightly, or not at all; gradients of adapters get into th
 views with ``gradient_as_bucket_view``. After some steps the weights are those of one process on the CPU.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -21,13 +22,27 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import kernels_ext_npu
 from kernels_ext_npu.measuring.costs import Cost
-from tests.distributed import engines, stack
+from kernels_ext_npu.swaps import gate_up_layout
+from tests.distributed import engines, modules
 from tests.distributed.modules import normal
 from tests.distributed.parallel import assert_right, largest_difference, mesh, seeded
 from tests.integration.swaps.linear.test_adapted_layers import Attention
 
 pytestmark = pytest.mark.distributed
 SIZE, STEPS = 16, 3
+
+
+class Stack(nn.Module):
+    """Two gated MLPs with residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([modules.mlp().block, modules.gelu_mlp().block])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
 
 
 class Layer(nn.Module):
@@ -69,20 +84,48 @@ def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[s
     return {name: largest_difference(found[name], expected[name]) for name in expected}
 
 
+def mean_loss(y: Tensor) -> Tensor:
+    """Mean over the batch: the mean over ranks of the means over their parts is that of the whole."""
+    return y.square().mean(0).sum()
+
+
+def train(
+    model: nn.Module,
+    batches: list[Tensor],
+    rate: float,
+    loss_of: Callable[[Tensor], Tensor],
+    behind: Callable[[], object] = lambda: None,
+) -> None:
+    """Steps of SGD with momentum, by which an error in a gradient grows, with something behind each.
+
+    The gradients of all batches are accumulated, and reduced with the last.
+    """
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=rate, momentum=0.9)
+    for _ in range(STEPS):
+        for place, x in enumerate(batches):
+            with engines.accumulating(model, is_last=place == len(batches) - 1):
+                loss_of(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        behind()
+
+
 def train_packed(way: str, before: bool) -> dict[str, Any]:
     """Train gated MLPs, kernelized anew after each step."""
-    x, model = stack.batch().detach(), stack.build().to("npu")
+    x, original = normal(4, 5, modules.SIZE).detach(), seeded(Stack, 0.1)
+    model = copy.deepcopy(original).to("npu")
     with engines.registered(True):
         if before:
             kernels_ext_npu.kernelize(model)
         parallel = WAYS[way](model)
         if not before:
             kernels_ext_npu.kernelize(parallel)
-        # the mean over the batch of each rank, and over ranks: as the CPU's over the whole batch
-        stack.train(parallel, mine(x), lambda step: kernels_ext_npu.kernelize(parallel))
-        packed = stack.is_packed(parallel)
+        train(parallel, [mine(x)], 0.01, mean_loss, lambda: kernels_ext_npu.kernelize(parallel))
+        pairs = filter(gate_up_layout.called, parallel.modules())
+        packed = [gate_up_layout.why_not_packed(module) is None for module in pairs]
         weights = engines.weights(parallel)
-    return {"differences": differences(weights, stack.trained_on_the_cpu(x)), "packed": packed}
+    train(original, [x], 0.01, mean_loss)
+    return {"differences": differences(weights, dict(original.named_parameters())), "packed": packed}
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["parallel first", "kernels first"])
@@ -106,31 +149,20 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
-def train(model: nn.Module, batches: list[Tensor]) -> None:
-    """Steps of SGD with momentum. The gradients of both batches are accumulated, and reduced with the last."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=2e-3, momentum=0.9)
-    for _ in range(STEPS):
-        for place, x in enumerate(batches):
-            with engines.accumulating(model, is_last=place == len(batches) - 1):
-                model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def train_adapters(way: str) -> dict[str, Any]:
     batches = [normal(4, 5, SIZE).detach(), normal(4, 5, SIZE).detach() + 0.3]
     kernels_ext_npu.register(kernels=["Linear"])
     model = with_adapters().to("npu")
     parallel = kernels_ext_npu.kernelize(WAYS[way](model))
     with Cost() as cost:
-        train(parallel, list(map(mine, batches)))
+        train(parallel, list(map(mine, batches)), 2e-3, lambda y: y.square().mean())
     parallel(mine(batches[0])).sum().backward()
     grads = [p.grad for p in model.parameters() if p.requires_grad]
     reasons = Counter(row.reason for row in kernels_ext_npu.report(parallel).projections)
     kernels_ext_npu.unregister()
     original = with_adapters()
     before = trained(original)
-    train(original, batches)
+    train(original, batches, 2e-3, lambda y: y.square().mean())
     return {
         "differences": differences(trained(model), trained(original)),
         "moved": min(differences(before, trained(original)).values()),

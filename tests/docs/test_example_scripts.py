@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.docs.test_recipes import EXAMPLES, FUSED, SCRIPTS, replaced
+from tests.docs.test_recipes import EXAMPLES, FUSED, SCRIPTS, in_float32, replaced, without_kernels
 from tests.support import checkpoints
 
 # what each prints that the other device has to print, too
@@ -40,40 +40,33 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def on_the_cpu(script: str) -> str:
-    lines = [line for line in script.splitlines(True) if "kernels_ext_npu" not in line and "torch.npu" not in line]
-    plain = "".join(lines).replace(', device_map="npu", use_kernels=True', "").replace('"npu"', '"cpu"')
-    plain = plain.replace(', attn_implementation="npu_flash_attention"', "")
-    assert not re.search(r"\bnpu", plain)
-    return plain
+def with_and_without(name: str, folder: Path, run_forked: Callable, more: str = "") -> list[str]:
+    """What a script prints in float32, and the same without kernels on the CPU; ``more`` is its end."""
+    script, printed = in_float32((EXAMPLES / name).read_text()), []
+    for number, text in enumerate((script, without_kernels(script))):
+        path = folder / f"{number}.py"
+        path.write_text(text + more)
+        result = run_forked(None, "-m", "softnpu", path.name, *ARGUMENTS.get(name, ()), directory=folder)
+        assert ("→ RMSNorm" in result.stdout) == (number == 0)
+        printed.append(result.stdout)
+    return printed
 
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_a_script_prints_what_the_cpu_prints_without_kernels(name: str, folder: Path, run_forked: Callable) -> None:
     """In float32: tokens are the same, and losses to what is printed of them."""
-    script = (EXAMPLES / name).read_text().replace('dtype="bfloat16"', 'dtype="float32"')
-    found = []
-    for number, text in enumerate((script, on_the_cpu(script))):
-        path = folder / f"{number}.py"
-        path.write_text(text)
-        result = run_forked(None, "-m", "softnpu", path.name, *ARGUMENTS.get(name, ()), directory=folder)
-        assert ("→ RMSNorm" in result.stdout) == (number == 0)
-        found.append(re.findall(PRINTED[name], result.stdout, re.MULTILINE))
-    assert found[0] == found[1] != []
+    printed = with_and_without(name, folder, run_forked)
+    found, expected = (re.findall(PRINTED[name], text, re.MULTILINE) for text in printed)
+    assert found == expected != []
 
 
 def test_a_model_sees_a_picture_through_the_kernels_as_on_the_cpu(folder: Path, run_forked: Callable) -> None:
     """In float32 to 1e-5 of the largest logit: sums in another order, through two layers of either tower."""
-    script = (EXAMPLES / "vision_language.py").read_text().replace('dtype="bfloat16"', 'dtype="float32"')
-    found = []
-    for number, text in enumerate((script, on_the_cpu(script))):
-        path = folder / f"{number}.py"
-        path.write_text(text + "print('logits', model(**inputs).logits[0].tolist())\n")
-        result = run_forked(None, "-m", "softnpu", path.name, directory=folder)
-        assert ("→ RMSNorm" in result.stdout) == (number == 0)
-        found.append(torch.tensor(json.loads(re.search(r"^logits (.*)", result.stdout, re.MULTILINE)[1])))
-    assert found[1].std() > 0
-    assert (found[0] - found[1]).abs().max() <= 1e-5 * found[1].abs().max()
+    more = "print('logits', model(**inputs).logits[0].tolist())\n"
+    printed = with_and_without("vision_language.py", folder, run_forked, more)
+    found, expected = (torch.tensor(json.loads(re.search(r"^logits (.*)", text, re.MULTILINE)[1])) for text in printed)
+    assert expected.std() > 0
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_grpo_trains_through_the_kernels(folder: Path, run_forked: Callable) -> None:

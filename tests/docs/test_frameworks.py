@@ -4,21 +4,16 @@ Each is installed into an environment of its own, without what it requires of to
 the tests. Their results are compared with their own without kernels.
 """
 
-import fcntl
 import json
 import shlex
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.support import checkpoints, pages
+from tests.support import checkpoints, environments, pages
 
 pytestmark = [pytest.mark.long, pytest.mark.software]  # which counts what the recipes launch
 
@@ -43,17 +38,14 @@ class Framework:
     version: str
     packages: str
 
-    def __str__(self) -> str:
-        return self.name
-
 
 LLAMA_FACTORY = Framework(
     "llamafactory",
     "0.9.5",
     """antlr4-python3-runtime==4.9.3 av==18.1.0 docstring_parser==0.18.0 einops==0.8.2 fastapi==0.165.0 fire==0.7.1
     hf_transfer==0.1.9 modelscope==1.40.2 omegaconf==2.4.0 protobuf==7.36.2 sentencepiece==0.2.3 shtab==1.13.0
-    sse-starlette==3.7.0 termcolor==3.3.0 tiktoken==0.14.0 torchaudio==2.11.0 torchdata==0.11.0 trl==0.24.0
-    tyro==0.8.14""",
+    sse-starlette==3.7.0 starlette==1.10.0 termcolor==3.3.0 tiktoken==0.14.0 torchaudio==2.11.0 torchdata==0.11.0
+    trl==0.24.0 tyro==0.8.14 uvicorn==0.54.0""",
 )
 SWIFT = Framework(
     "ms-swift",
@@ -61,8 +53,9 @@ SWIFT = Framework(
     """addict==2.4.0 aiohappyeyeballs==2.7.1 aiohttp==3.14.5 aiosignal==1.4.0 attrdict==2.0.1 attrs==26.1.0
     binpacking==2.0.1 cpm-kernels==1.0.11 dacite==1.9.2 einops==0.8.2 fastapi==0.165.0 frozenlist==1.8.0
     json_repair==0.64.5 modelscope==1.40.2 modelscope-hub==0.5.1 multidict==7.2.1 nltk==3.10.4 openai==3.54.0
-    oss2==2.19.1 propcache==0.5.4 rouge==1.0.1 sentencepiece==0.2.3 simplejson==4.3.0 tensorboard==2.21.0
-    tiktoken==0.14.0 transformers-stream-generator==0.0.5 trl==0.29.1 yarl==1.25.1 zstandard==0.25.0""",
+    oss2==2.19.1 propcache==0.5.4 rouge==1.0.1 sentencepiece==0.2.3 simplejson==4.3.0 starlette==1.10.0
+    tensorboard==2.21.0 tiktoken==0.14.0 transformers-stream-generator==0.0.5 trl==0.29.1 uvicorn==0.54.0
+    yarl==1.25.1 zstandard==0.25.0""",
 )
 VERL = Framework(
     "verl",
@@ -77,37 +70,13 @@ VERL = Framework(
 # ---- environments ---------------------------------------------------------------------------------------------------
 @pytest.fixture
 def install(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[Framework], str]:
-    """The interpreter of an environment with a framework, which one worker makes for all."""
-    base = tmp_path_factory.getbasetemp()
-    root = (base if worker_id == "master" else base.parent) / "frameworks"
-    root.mkdir(exist_ok=True)
+    """The interpreter of an environment with a framework."""
 
-    def interpreter(framework: Framework) -> str:
-        outcome = root / f"{framework}.txt"
-        with (root / f"{framework}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not outcome.exists():
-                outcome.write_text(make(framework, root / framework.name))
-        if reason := outcome.read_text():
-            pytest.skip(f"the package index at hand does not install {framework} {framework.version}: {reason}")
-        return str(root / framework.name / "bin" / "python")
+    def interpreter(of: Framework) -> str:
+        packages = f"{of.name}=={of.version}", *of.packages.split()
+        return environments.interpreter(tmp_path_factory, worker_id, of.name, *packages, deps=False)
 
     return interpreter
-
-
-def make(framework: Framework, folder: Path) -> str:
-    """Why it cannot be, empty if it is."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "--disable-pip-version-check"]
-    requirements = [f"{framework}=={framework.version}", *framework.packages.split()]
-    result = subprocess.run([*pip, "install", "-q", "--no-deps", *requirements], capture_output=True, text=True)
-    if result.returncode:
-        return " ".join(line for line in result.stderr.splitlines() if line.startswith("ERROR")) or result.stderr[-500:]
-    (packages,) = folder.glob("lib/python*/site-packages")
-    # its libraries may be those for CUDA, which do not load here; without any it imports, and nothing here is sound
-    shutil.rmtree(packages / "torchaudio" / "lib", ignore_errors=True)
-    (packages / "packages_of_the_tests.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
-    return ""
 
 
 @pytest.fixture

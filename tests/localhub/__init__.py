@@ -3,7 +3,6 @@
 `with LocalHub() as hub:` serves it at `hub.url`.
 """
 
-from .faults import Fault
-from .server import LocalHub
+from tests.localhub.server import LocalHub
 
-__all__ = ["Fault", "LocalHub"]
+__all__ = ["LocalHub"]

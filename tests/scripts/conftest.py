@@ -7,7 +7,7 @@ from pathlib import Path
 import build
 import huggingface_hub.utils._http as hub_http
 import pytest
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi, constants, file_download
 from rich.console import Console
 
 from kernels_ext_npu.distribution.variants import complete, repositories
@@ -37,9 +37,9 @@ def online(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client of this process may use the network, with a token, and does not wait before it tries again."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_of_the_tests")
-    monkeypatch.setattr(
-        hub_http, "time", types.SimpleNamespace(**vars(hub_http.time) | {"sleep": lambda seconds: None})
-    )
+    for module in (hub_http, file_download):
+        clock = types.SimpleNamespace(**vars(module.time) | {"sleep": lambda seconds: None})
+        monkeypatch.setattr(module, "time", clock)
 
 
 @pytest.fixture

@@ -1,9 +1,6 @@
 """The kernel repositories with the releases of kernels that users have: what each loads, and what it cannot do."""
 
-import fcntl
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +18,7 @@ from kernels_ext_npu.distribution.sources import ORGANISATION
 from publishing.run import Request, publish
 from tests.localhub import LocalHub
 from tests.localhub.client import Client
+from tests.support import environments
 
 pytestmark = pytest.mark.long
 
@@ -96,42 +94,11 @@ print(json.dumps({"from": kernels.__file__, "versions": versions, "outcomes": ou
 
 
 # ---- environments ----------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="session")
-def environments(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """Where all workers of this run find the environments that one of them has made."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base if worker_id == "master" else base.parent) / "loaders"
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
 @pytest.fixture
-def python(release: Release, environments: Path) -> str:
+def python(release: Release, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> str:
     """The interpreter of an environment with this release and its requirements, and with the torch of this one."""
-    folder = environments / release.kernels
-    interpreter, outcome = folder / "bin" / "python", environments / f"{release.kernels}.txt"
-    with (environments / f"{release.kernels}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not outcome.exists():
-            outcome.write_text(install(release, folder))
-    if reason := outcome.read_text():
-        pytest.skip(f"the package index at hand does not install kernels {release.kernels}: {reason}")
-    return str(interpreter)
-
-
-def install(release: Release, folder: Path) -> str:
-    """Why it cannot be, empty if it is."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "--disable-pip-version-check"]
-    requirements = [f"kernels=={release.kernels}", f"huggingface_hub=={release.hub}"]
-    result = subprocess.run([*pip, "install", "-q", *requirements], capture_output=True, text=True)
-    if result.returncode:
-        return " ".join(line for line in result.stderr.splitlines() if line.startswith("ERROR")) or result.stderr[-500:]
-    (packages,) = folder.glob("lib/python*/site-packages")
-    assert not (packages / "torch").exists()
-    # behind the environment's own packages, since it is named there
-    (packages / "torch_of_the_tests.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
-    return ""
+    packages = f"kernels=={release.kernels}", f"huggingface_hub=={release.hub}"
+    return environments.interpreter(tmp_path_factory, worker_id, f"kernels-{release}", *packages)
 
 
 # ---- repositories ----------------------------------------------------------------------------------------------------

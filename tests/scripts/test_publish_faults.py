@@ -60,11 +60,8 @@ def scenario(request: pytest.FixtureRequest, publisher, clone, localhub):
             localhub.store.delete("kernels", REPO)
         localhub.faults.clear()
         if update:
-            repository = localhub.store.create("kernels", REPO)
             old = {OTHER: b"of others", "build/torch-npu/old.py": b"old", "build/torch-npu/__init__.py": b"before"}
-            changes = [("add", path, localhub.store.add_file(content)) for path, content in old.items()]
-            repository.create_branch("v1", "main")
-            repository.add("v1", "before", "", changes)
+            localhub.publish(REPO, old)
 
     return prepare, lambda **fields: publisher("torch-npu", **fields)
 

@@ -2,7 +2,9 @@
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+
+from tests.support.nearness import assert_near
 
 PROMPT, KEYS = 14, 20
 
@@ -20,3 +22,10 @@ def steps(model: PreTrainedModel, cache) -> list[Tensor]:
             found.append(outputs.logits.cpu()[:, -min(3, end - start) :])
             start = end
     return found
+
+
+def assert_same_steps(model: PreTrainedModel, ours: PreTrainedModel, caches: list | None = None) -> None:
+    """Compare all of them with those of the model itself; caches grow where none are given."""
+    caches = caches or [DynamicCache(config=each.config) for each in (model, ours)]
+    for expected, found in zip(*map(steps, (model, ours), caches), strict=True):
+        assert_near(found, expected)

@@ -1,8 +1,10 @@
-"""Tiny models with sparse attention, whose indexers choose four keys."""
+"""Tiny models with latent attention, and with sparse attention, whose indexers choose four keys."""
 
 import copy
 from importlib import import_module
+from typing import Any
 
+import transformers
 from transformers import PreTrainedModel
 
 import kernels_ext_npu
@@ -21,15 +23,23 @@ MODELS = {
 
 
 def made(name: str, **sizes: int) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A tiny model with all its weights drawn, and the same on the NPU with kernels."""
-    file = next(m for m in ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4") if _is_in(m, name))
-    cls = getattr(import_module(f"transformers.models.{file}.modeling_{file}"), name.partition(",")[0])
-    model = cls._from_config(zoo.configure(cls.config_class, zoo.MHA | MODELS[name] | sizes, zoo.SMALL)).eval()
-    zoo.randomise(model, 0)
+    """Build a tiny model with all its weights drawn, of the zoo or of a class, and the same on the NPU with kernels."""
+    if name in zoo.ARCHITECTURES:
+        model = zoo.build(name)
+    else:
+        config: dict[str, Any] = zoo.MHA | MODELS.get(name, {}) | sizes
+        if "text_config" in config:
+            config["text_config"] |= sizes
+        cls = _class(name.partition(",")[0])
+        model = cls._from_config(zoo.configure(cls.config_class, config, zoo.SMALL)).eval()
+        zoo.randomise(model, 0)
     ours = kernels_ext_npu.kernelize(copy.deepcopy(model).to("npu"))
     model.set_attn_implementation("eager")
     return model, ours
 
 
-def _is_in(file: str, name: str) -> bool:
-    return name.lower().startswith(file.replace("_", ""))
+def _class(name: str) -> type[PreTrainedModel]:
+    """Find a class that transformers exports, or one that is in its file alone."""
+    if hasattr(transformers, name):
+        return getattr(transformers, name)
+    return getattr(import_module("transformers.models.mistral_large4.modeling_mistral_large4"), name)

@@ -83,22 +83,6 @@ def test_attention_lets_the_host_wait_once_a_step_and_never_in_graphs() -> None:
         assert {waits for replays, waits in steps if replays} == {0}
 
 
-def test_what_transformers_serve_starts_decodes_in_graphs() -> None:
-    model, ours = models("qwen3")
-    manager = ours.init_continuous_batching(
-        generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0),
-        continuous_batching_config=ContinuousBatchingConfig(page_size=16, num_blocks=32, max_batch_tokens=48, **PADDED),
-    )
-    manager.start()
-    try:
-        manager.add_request(PROMPTS[0], request_id="one", max_new_tokens=NEW)
-        found = manager.get_result(request_id="one", timeout=60)
-    finally:
-        manager.stop(block=True)
-    assert found.error is None
-    assert found.generated_tokens == on_the_cpu(model)[0]
-
-
 def test_graphs_and_batches_prepared_ahead_are_for_those_who_ask() -> None:
     model, ours = models("qwen3")
     softnpu.reset_counters()

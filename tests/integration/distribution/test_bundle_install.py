@@ -175,45 +175,31 @@ def test_a_cache_that_kernels_reads_in_two_places_is_refused(monkeypatch, archiv
 
 
 def test_a_manifest_does_not_help_against_the_metadata(monkeypatch, tmp_path: Path, archive: Path) -> None:
-    """Of several variants of a repository, each of which has another fault, in a bundle whose manifest knows them."""
+    """Of variants of a repository, each of which has another fault, in a bundle whose manifest knows them."""
     monkeypatch.setenv("KERNELS_CACHE", str(tmp_path / "cache"))
     (old,) = (each for each in bundle_archive.unpack(archive) if each.name == "RMSNorm")
     others = [each for each in bundle_archive.unpack(archive) if each.name != "RMSNorm"]
     variants, files = names(build.ROOT), dict(old.files)
-    layers, more, metadata = ([f"build/{v}/{file}" for v in variants] for file in ("layers.py", "more.py", METADATA))
-    files[layers[0]] += b"#"
-    del files[layers[1]]
-    files[more[2]] = b"import os"
-    del files[metadata[3]]
-    files[metadata[4]] = b"{}"
-    files[metadata[5]] = json.dumps(json.loads(files[metadata[5]]) | {"version": 2}).encode()
+    files[f"build/{variants[0]}/layers.py"] += b"#"
+    metadata = f"build/{variants[1]}/{METADATA}"
+    files[metadata] = json.dumps(json.loads(files[metadata]) | {"version": 2}).encode()
     forged = tmp_path / "forged.zip"
     forged.write_bytes(bundle_archive.pack([*others, KernelRepository(old.name, old.version, files, old.hub_commit)]))
     with pytest.raises(BundleError) as refusal:
         bundles.install(forged)
     lines = str(refusal.value).splitlines()
-    problems = (
-        "layers.py: changed, its digest differs",
-        "layers.py: missing",
-        "more.py: not in the digest",
-        "metadata.json: missing",
-        "metadata.json: ",
-        "its version is 2, not 1",
-    )
-    for variant, words in zip(variants, problems):
+    for variant, words in zip(variants, ("layers.py: changed, its digest differs", "its version is 2, not 1")):
         assert any(line.startswith(f"{forged}: RMSNorm/build/{variant}: ") and words in line for line in lines), words
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_bundle_without_all_repositories_is_refused(monkeypatch, tmp_path: Path, archive: Path) -> None:
+def test_a_bundle_without_all_repositories_is_refused(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KERNELS_CACHE", str(tmp_path / "cache"))
-    whole = bundle_archive.unpack(archive)
-    empty = [KernelRepository(each.name, 1, {"README.md": b""}) for each in whole]
-    later = [KernelRepository(each.name, 2, each.files) for each in whole]
     known, other = catalogue.REPOSITORIES, sorted(["Other", *catalogue.REPOSITORIES])
+    empty, later = ([KernelRepository(name, version, {"README.md": b""}) for name in known] for version in (1, 2))
     for repositories, words in [
-        (whole[1:], f"it holds {', '.join(known[1:])}, and this release needs {', '.join(known)}"),
-        ([*whole, KernelRepository("Other", 1, {"a": b""})], f"{', '.join(other)}, and this release needs"),
+        (empty[1:], f"it holds {', '.join(known[1:])}, and this release needs {', '.join(known)}"),
+        ([*empty, KernelRepository("Other", 1, {"a": b""})], f"{', '.join(other)}, and this release needs"),
         ([], "it holds nothing"),
         (empty, "SwiGLU holds no variants"),
         (later, "SwiGLU has version 2, not 1"),
@@ -230,14 +216,13 @@ def test_a_bundle_of_a_clone_holds_what_its_tree_leaves_out(archive: Path) -> No
         assert repository.files == {f"build/{path}": data for path, data in content.items()}
 
 
-def test_a_source_is_checked_before_it_is_bundled(tmp_path: Path) -> None:
+def test_a_clone_gives_the_bytes_of_the_package_and_is_checked_before(tmp_path: Path, archive: Path) -> None:
     clone = tmp_path / "clone"
     for name in catalogue.REPOSITORIES:
         shutil.copytree(sources.root("bundled") / name / "build", clone / name / "build")
     shutil.copy(sources.root("bundled") / "variants.toml", clone)
     bundles.write(tmp_path / "clone.zip", clone)
-    bundles.write(tmp_path / "bundled.zip")
-    assert (tmp_path / "clone.zip").read_bytes() == (tmp_path / "bundled.zip").read_bytes()
+    assert (tmp_path / "clone.zip").read_bytes() == archive.read_bytes()
     (clone / "FusedMoE" / "build" / "torch-npu" / "metadata.json").rename(clone / "metadata.json")
     with pytest.raises(BundleError, match=r"FusedMoE/build/torch-npu/metadata.json is not there or cannot be read"):
         bundles.write(tmp_path / "wrong.zip", clone)
@@ -254,7 +239,7 @@ def test_a_source_is_checked_before_it_is_bundled(tmp_path: Path) -> None:
     shutil.rmtree(clone / "SwiGLU")
     with pytest.raises(BundleError, match="has no SwiGLU/build"):
         bundles.write(output, clone)
-    assert {path.name for path in tmp_path.iterdir()} == {"clone", "clone.zip", "bundled.zip"}
+    assert {path.name for path in tmp_path.iterdir()} == {"clone", "clone.zip"}
 
 
 def test_the_command_refuses_in_sentences(monkeypatch, tmp_path: Path, archive: Path) -> None:

@@ -25,7 +25,7 @@ def on_meta(name: str) -> PreTrainedModel:
         return type(reference)._from_config(reference.config).eval()
 
 
-def load(model: PreTrainedModel, reference: PreTrainedModel, assign: bool = False) -> None:
+def load(model: PreTrainedModel, reference: PreTrainedModel, assign: bool = False, device: str = "npu") -> None:
     """Weights as state dicts hold them, and the frequencies of rotary embeddings, which those leave out."""
     if assign:
         state = {name: tensor.npu() for name, tensor in reference.state_dict().items()}
@@ -34,7 +34,7 @@ def load(model: PreTrainedModel, reference: PreTrainedModel, assign: bool = Fals
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, buffer.npu())
         return
-    model.to_empty(device="npu").load_state_dict(reference.state_dict())
+    model.to_empty(device=device).load_state_dict(reference.state_dict())
     for buffer, expected in zip(model.buffers(), reference.buffers()):
         buffer.copy_(expected)
 
@@ -108,9 +108,7 @@ def test_buffers_that_were_made_on_the_cpu_are_no_obstacle(checkpoint) -> None:
 
 def test_who_loads_it_on_the_cpu_gets_the_original() -> None:
     model, reference = kernels_ext_npu.kernelize(on_meta("qwen3_moe")), zoo.build("qwen3_moe")
-    model.to_empty(device="cpu").load_state_dict(reference.state_dict())
-    for buffer, expected in zip(model.buffers(), reference.buffers()):
-        buffer.copy_(expected)
+    load(model, reference, device="cpu")
     assert_equal_logits("qwen3_moe", model)
 
 

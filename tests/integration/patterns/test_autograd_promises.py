@@ -210,17 +210,6 @@ def test_what_a_backward_needs_may_not_change_before_it(case: Case) -> None:
             assert_same(found, expected, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("number", [1, 2, 3], ids=["weights", "gate_up_proj", "down_proj"])
-def test_weights_that_change_before_the_backward_of_experts_are_refused(number: int) -> None:
-    case = CASES["fused_experts"]
-    inputs = [x.to("npu").requires_grad_() for x in case.inputs()]
-    y = case.ours(*inputs)
-    with torch.no_grad():
-        inputs[number].mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
 def test_a_block_with_a_list_of_experts_has_the_originals_forward_where_something_is_transformed() -> None:
     blocks = kernel("FusedMoE").blocks
     block, x = list_blocks.bound(kernel("FusedMoE"), block_of(Qwen3MoeSparseMoeBlock)), torch.zeros(2, 32)

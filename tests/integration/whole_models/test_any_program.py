@@ -7,13 +7,16 @@ failure names the acts, which are an entry of `FOUND` then.
 """
 
 import os
+import tempfile
+from collections.abc import Set as AbstractSet
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from tests.support.programs.machine import Programs
 from tests.support.programs.program import Program
 from tests.support.programs.registry import ACTS
 from tests.support.programs.variants import VARIANTS
@@ -27,6 +30,9 @@ HOOKS = (
 )  # fmt: skip
 COPIES = ("copy_deeply", "copy_shallowly", "pickle_it", "train_a_copy")
 WRITES = ("step_with_sgd", "step_by_mezo", "move_to_the_cpu_and_back", "keep_only_the_outputs")
+LOOK = ("look_at_kept_outputs", 2)  # at all that are kept
+# of all modules, of linear layers and of activations; and of layer norms
+CALLED = {"dense": (1, 2, 5), "experts": (5,), "two models in one": (1,)}
 CLASSES = ("change_a_class", "change_the_forward_of_a_class")
 # what everybody does, which random programs of a few acts may leave out
 WEIGHTS = (
@@ -80,10 +86,22 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     *(
         ("dense", [("keep_outputs", number), (act, 1), ("look_at_kept_outputs", 1)])
         for act in WRITES
-        for number in (0, 1, 10)  # with gradients, without, and with a backward
+        for number in (0, 2, 12)  # with gradients, without, and with a backward
+    ),
+    *(
+        ("GeGLU, norms around one", [*[("keep_outputs", number), ("step_with_sgd", 1)] * 2, LOOK])
+        for number in (0, 1)  # with gradients, and in inference mode
+    ),
+    # in the order of the model, gate apart from up, and with gaps
+    *(("dense", [("flatten", number), ("train", 1), ("step_with_sgd", 1)]) for number in (2, 10, 6)),
+    *(
+        (variant, [("replace_the_calls_of_a_class", n), ("kernelize", 1), ("take_back_a_change_of_a_class", 1)])
+        for variant, numbers in CALLED.items()
+        for n in numbers
     ),
     *(("dense", [(act, number)]) for act in ("step_by_sam", "evaluate_with_other_weights") for number in range(2)),
     *(("dense", [(act, number), ("train", 1)]) for act in CLASSES for number in range(6)),
+    ("two models in one", [("change_the_forward_of_a_class", 1)]),  # of layer norms
     ("experts with clipped SwiGLU", [("move_to_the_cpu", 1), ("train", 1)]),
     *(("experts with clipped SwiGLU", [("change_alpha_or_limit", number)]) for number in (53824, 61422)),
     ("dense", [("move_to_the_cpu", 1), ("change_the_forward_of_a_class", 631)]),
@@ -103,6 +121,42 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
          ("kernelize_for_training", 48054), ("copy_deeply_and_drop_the_kernels_of_the_first", 17079)],
     ),
 ]  # fmt: skip
+
+
+class _Base(RuleBasedStateMachine):
+    """Starts with a model, with or without kernels, and ends with a process as it was."""
+
+    program: Program | None = None
+    possible: AbstractSet[str] = frozenset()
+
+    @initialize(variant=st.sampled_from(sorted(VARIANTS)), kernels=st.sampled_from([True, True, False]))
+    def start(self, variant: str, kernels: bool) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.program = Program(variant, Path(self.folder.name), kernels)
+        self.possible = set(self.program.possible())
+
+    @precondition(lambda self: self.program is not None and self.program.is_over)
+    @rule()
+    def stop(self) -> None:
+        """Do nothing more: the sides have parted, as they may."""
+
+    def teardown(self) -> None:
+        if self.program is not None:
+            self.program.close()
+            self.folder.cleanup()
+
+
+def _rule(name: str) -> Any:
+    def run(self: _Base, seed: int) -> None:
+        assert self.program is not None
+        self.program.do(name, seed)
+        self.possible = set() if self.program.is_over else set(self.program.possible())
+
+    run.__name__ = name
+    return precondition(lambda self: name in self.possible)(rule(seed=st.integers(0, 2**16))(run))
+
+
+Programs = type("Programs", (_Base,), {name: _rule(name) for name in ACTS})
 
 
 def run(programs: int, acts: int) -> None:

@@ -1,7 +1,9 @@
 """A program while it runs: two sides, and the acts that they have lived through."""
 
 import copy
-from contextlib import nullcontext
+import re
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,22 @@ from typing import Any
 import torch
 
 import kernels_ext_npu
-from tests.support.programs import checks, refusals, rows
+from tests.support.programs import checks, rows
 from tests.support.programs.registry import ACTS
 from tests.support.programs.side import Shown, Side
+
+DECODING = ("generate", "decode_some_tokens")
+# what ours refuse, with sentences of docs/troubleshooting.md, by act; nothing has changed then
+DOCUMENTED: dict[str, str] = {
+    "transpose_experts": "transpose_experts: ",
+    # who names ours, with a layer that is there twice, and keeps two rows of keys for each token; others have sdpa then
+    **dict.fromkeys(DECODING, "attention_mask is for"),
+    # of a copy, or of what was loaded, once kernels are unregistered
+    "call": "(npu_grouped_mm. is not a valid experts|npu_flash_attention. is not a valid attention) implementation",
+}
+
+# what torch leaves half done where it raises, and differently on two devices
+HALF_DONE = {"swap_parameters_in_conversions"}
 
 
 class Program:
@@ -48,9 +63,9 @@ class Program:
         refused: dict[str, Exception | None] = {}
         for side in (self.twin, self.model):
             with nullcontext() if side.has_kernels else side.by_original_functions():
-                refused[side.home] = refusals.raised(partial(act.do, side, seed))
+                refused[side.home] = raised(partial(act.do, side, seed))
         if any(refused.values()):
-            refusals.judge(self, name, seed, refused)
+            judge(self, name, seed, refused)
         self.done.append((name, seed))
         if not self.is_over:
             self.check(seed, before)
@@ -107,9 +122,9 @@ class Program:
                 called.append(self.truth)
                 continue
             with nullcontext() if side.has_kernels else side.by_original_functions():
-                refused[side.home] = refusals.raised(lambda side=side: called.append(checks.computed(side, 16 * limit)))
+                refused[side.home] = raised(lambda side=side: called.append(checks.computed(side, 16 * limit)))
         if any(refused.values()):
-            refusals.judge(self, "call", 0, refused)
+            judge(self, "call", 0, refused)
             self.is_over = True  # there is nothing to compare
             return None
         self.truth = called[1]
@@ -173,7 +188,7 @@ class Program:
             assert not result.logits.isfinite().all(), "logits of what is no number"
         elif truth.are_numbers:
             numbers: list[bool] = []
-            refusals.on_a_plain_npu(self, lambda side: numbers.append(checks.computed(side, 0.0).are_numbers))
+            on_a_plain_npu(self, lambda side: numbers.append(checks.computed(side, 0.0).are_numbers))
             assert numbers == [False], "logits or gradients are no numbers"
 
     def report(self) -> kernels_ext_npu.Report:
@@ -201,3 +216,55 @@ class Program:
                 exact = repeated[1][index].tensor
                 apart, limit = checks.distance(found, exact), max(limit, 4 * checks.distance(expected, exact))
             assert apart <= limit, "what the act has computed"
+
+
+# ---- what a side may refuse: what both do, a plain model on the NPU does too, or a sentence of ours says -------------
+def judge(program: Program, name: str, seed: int, refused: dict[str, Exception | None]) -> None:
+    """Accept a refusal and let go of it, or raise it. After one that is not the same for both the program is over.
+
+    What each side raised is taken out, since it keeps what was computed until then.
+    """
+    error = refused.pop("npu", None)
+    of_twin = type(refused.pop("cpu", None))
+    if error is None:  # the twin alone: the device can do more than the CPU, or the model more than a plain one
+        program.is_over = True
+        return
+    if type(error) is of_twin:
+        program.is_over = name in HALF_DONE
+        return
+    if name in DOCUMENTED and re.search(DOCUMENTED[name], str(error)):
+        program.is_over = name == "call"
+        program.model.shown, program.twin.shown = [], []
+        return
+    program.is_over = True
+    if on_a_plain_npu(program, _repeated(name, seed)) is None:
+        raise error
+
+
+def raised(what: Callable[[], object]) -> Exception | None:
+    """Do something, and return what it raises."""
+    try:
+        what()
+    except Exception as error:
+        return error
+    return None
+
+
+def on_a_plain_npu(program: Program, what: Callable[[Side], object]) -> Exception | None:
+    """Live through a program once more without kernels on the NPU, do something there, and return what it raises."""
+    kernels_ext_npu.unregister()
+    side = Side(program.variant, "npu", False, program.folder / "plain")
+    side.folder.mkdir(exist_ok=True)
+    try:
+        for done, number in program.done:
+            with suppress(Exception):  # a refusal that was accepted
+                ACTS[done].do(side, number)
+        return raised(lambda: what(side))
+    finally:
+        side.close()
+
+
+def _repeated(name: str, seed: int) -> Callable[[Side], object]:
+    if name == "call":
+        return lambda side: side.run().loss.backward()
+    return lambda side: ACTS[name].do(side, seed)

@@ -19,7 +19,7 @@ import softnpu
 from kernels_ext_npu.binding import forward_binding
 from kernels_ext_npu.catalogue import ATTENTION, EXPERTS, HEADS, IMPLEMENTATION, NORMS, PATCHES, TABLES
 from kernels_ext_npu.swaps.experts.implementation import npu_grouped_mm
-from tests.support.programs.acts.modes import stays_off_the_hub
+from tests.support.programs.acts.kernels import stays_off_the_hub
 from tests.support.programs.side import Side
 
 HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")

@@ -27,10 +27,6 @@ def place(model: nn.Module) -> str:
 
 
 # ---- safetensors -----------------------------------------------------------------------------------------------------
-FILES = ("safetensors.torch.save_file", "safetensors.torch.load_file")
-MODELS = ("safetensors.torch.save_model", "safetensors.torch.load_model")
-
-
 def filed(state: dict[str, Tensor], folder: Path) -> None:
     save_file(state, folder / FILE)
 
@@ -40,32 +36,28 @@ def in_slices(folder: Path) -> dict[str, Tensor]:
         return {name: file.get_slice(name)[:] for name in file.offset_keys()}
 
 
-add_of_state("safetensors_file", filed, lambda folder: load_file(folder / FILE), *FILES)
+add_of_state("safetensors_file", filed, lambda folder: load_file(folder / FILE))
 # what was copied to the host before lies there as it lay on the device
 add(
     "safetensors_of_the_host",
     lambda model, folder: filed({name: value.cpu() for name, value in model.state_dict().items()}, folder),
     lambda fresh, folder: into(fresh, load_file(folder / FILE, device=place(fresh)), assign=True),
-    *FILES,
 )
 add_of_state(
     "safetensors_bytes",
     lambda state, folder: (folder / FILE).write_bytes(save(state)),
     lambda folder: load((folder / FILE).read_bytes()),
-    *("safetensors.torch.save", "safetensors.torch.load"),
 )
-add_of_state("safetensors_in_slices", filed, in_slices, "safetensors.safe_open")
+add_of_state("safetensors_in_slices", filed, in_slices)
 add(
     "safetensors_model",
     lambda model, folder: save_model(model, str(folder / FILE)),
     lambda fresh, folder: load_model(fresh, folder / FILE),
-    *MODELS,
 )
 add(
     "safetensors_model_as_it_lies",
     lambda model, folder: save_model(model, str(folder / FILE), force_contiguous=False),
     lambda fresh, folder: load_model(fresh, folder / FILE, device=place(fresh)),
-    *MODELS,
 )
 
 # ---- accelerate ------------------------------------------------------------------------------------------------------
@@ -73,13 +65,11 @@ add_of_state(
     "accelerate_save",
     lambda state, folder: accelerate.utils.save(state, folder / FILE),
     lambda folder: accelerate.utils.load(folder / FILE, map_location="cpu"),
-    *("accelerate.utils.save", "accelerate.utils.load"),
 )
 add_of_state(
     "accelerate_save_safetensors",
     lambda state, folder: accelerate.utils.save(state, folder / FILE, safe_serialization=True),
     lambda folder: load_state_dict(str(folder / FILE)),
-    *("accelerate.utils.save", "accelerate.utils.clean_state_dict_for_safetensors", "accelerate.utils.load_state_dict"),
 )
 add(
     "accelerator_save",
@@ -87,19 +77,16 @@ add(
         Accelerator().get_state_dict(model), folder / FILE, safe_serialization=True
     ),
     lambda fresh, folder: into(fresh, load_state_dict(str(folder / FILE), {"": "npu"})),
-    *("accelerate.Accelerator.save", "accelerate.Accelerator.get_state_dict"),
 )
 add(
     "accelerator_save_model",
     lambda model, folder: Accelerator().save_model(model, folder, max_shard_size=SHARD),
     lambda fresh, folder: accelerate.load_checkpoint_in_model(fresh, folder, strict=True),
-    *("accelerate.Accelerator.save_model", "accelerate.utils.load_checkpoint_in_model"),
 )
 add(
     "accelerator_save_model_pickled",
     lambda model, folder: Accelerator().save_model(model, folder, safe_serialization=False),
     lambda fresh, folder: accelerate.load_checkpoint_in_model(fresh, folder, device_map={"": fresh.device}),
-    *("accelerate.Accelerator.save_model", "accelerate.load_checkpoint_in_model"),
 )
 
 
@@ -118,8 +105,7 @@ for name, dispatch in {
     ),
     "accelerate_dispatched_to_disk": dispatched_to_disk,
 }.items():
-    names = "accelerate.load_checkpoint_and_dispatch", "accelerate.dispatch_model"
-    add(name, lambda model, folder: Accelerator().save_model(model, folder), dispatch, *names)
+    add(name, lambda model, folder: Accelerator().save_model(model, folder), dispatch)
 
 
 def save_state(model: nn.Module, folder: Path, **options: bool) -> None:
@@ -135,12 +121,7 @@ def load_state(fresh: nn.Module, folder: Path) -> None:
 
 
 for name, is_safe in {"accelerator_state": True, "accelerator_state_pickled": False}.items():
-    add(
-        name,
-        lambda model, folder, is_safe=is_safe: save_state(model, folder, safe_serialization=is_safe),
-        load_state,
-        *("accelerate.Accelerator.save_state", "accelerate.Accelerator.load_state"),
-    )
+    add(name, lambda model, folder, is_safe=is_safe: save_state(model, folder, safe_serialization=is_safe), load_state)
 
 
 def save_custom_state(model: nn.Module, folder: Path) -> None:
@@ -148,12 +129,7 @@ def save_custom_state(model: nn.Module, folder: Path) -> None:
     checkpointing.save_custom_state(model, folder)
 
 
-add(
-    "accelerator_custom_state",
-    save_custom_state,
-    lambda fresh, folder: checkpointing.load_custom_state(fresh, folder),
-    *("accelerate.checkpointing.save_custom_state", "accelerate.checkpointing.load_custom_state"),
-)
+add("accelerator_custom_state", save_custom_state, lambda fresh, folder: checkpointing.load_custom_state(fresh, folder))
 
 
 def to_disk(model: nn.Module, folder: Path) -> None:
@@ -171,14 +147,9 @@ add(
     "accelerate_to_disk",
     to_disk,
     lambda fresh, folder: offloaded.get_state_dict_offloaded_model(accelerate.disk_offload(fresh, folder)),
-    *("accelerate.utils.offload_state_dict", "accelerate.disk_offload"),
-    "accelerate.utils.modeling.get_state_dict_offloaded_model",
 )
 add_of_state(
-    "accelerate_weight_by_weight",
-    weight_by_weight,
-    lambda folder: dict(OffloadedWeightsLoader(save_folder=folder)),
-    *(f"accelerate.utils.{name}" for name in ("offload_weight", "save_offload_index", "load_offloaded_weight")),
+    "accelerate_weight_by_weight", weight_by_weight, lambda folder: dict(OffloadedWeightsLoader(save_folder=folder))
 )
 add(
     "accelerate_weights_back_into_a_model",
@@ -186,14 +157,10 @@ add(
     lambda fresh, folder: accelerate.utils.load_offloaded_weights(
         fresh, json.loads((folder / "index.json").read_text()), folder
     ),
-    "accelerate.utils.load_offloaded_weights",
 )
 
+
 # ---- huggingface_hub -------------------------------------------------------------------------------------------------
-OF_MODELS = ("huggingface_hub.save_torch_model", "huggingface_hub.load_torch_model")
-OF_STATES = ("huggingface_hub.save_torch_state_dict", "huggingface_hub.load_state_dict_from_file")
-
-
 def split_by_hand(state: dict[str, Tensor], folder: Path) -> None:
     split = huggingface_hub.split_torch_state_dict_into_shards(state, max_shard_size=SHARD)
     for name, keys in split.filename_to_tensors.items():
@@ -205,30 +172,24 @@ def save_in_shards(model: nn.Module, folder: Path) -> None:
     assert len(list(folder.glob("*.safetensors"))) > 1
 
 
-add("hub_model", huggingface_hub.save_torch_model, huggingface_hub.load_torch_model, *OF_MODELS)
+add("hub_model", huggingface_hub.save_torch_model, huggingface_hub.load_torch_model)
 add(
     "hub_model_in_shards",
     save_in_shards,
     lambda fresh, folder: huggingface_hub.load_torch_model(fresh, folder, strict=True, map_location=fresh.device),
-    *OF_MODELS,
 )
 add_of_state(
-    "hub_state_dict",
-    huggingface_hub.save_torch_state_dict,
-    lambda folder: load_state_dict_from_file(folder / FILE),
-    *OF_STATES,
+    "hub_state_dict", huggingface_hub.save_torch_state_dict, lambda folder: load_state_dict_from_file(folder / FILE)
 )
 add_of_state(
     "hub_pickled_state_dict",
     lambda state, folder: huggingface_hub.save_torch_state_dict(state, folder, safe_serialization=False),
     lambda folder: load_state_dict_from_file(folder / "pytorch_model.bin", safe=False, weights_only=True),
-    *OF_STATES,
 )
 add_of_state(
     "hub_split_by_hand",
     split_by_hand,
     lambda folder: {k: v for path in folder.iterdir() for k, v in load_state_dict_from_file(path).items()},
-    "huggingface_hub.split_torch_state_dict_into_shards",
 )
 
 
@@ -240,7 +201,7 @@ class Published(nn.Module, PyTorchModelHubMixin):
         self.model = models.make(kind, saved=False)
 
 
-@way("huggingface_hub.ModelHubMixin.save_pretrained", "huggingface_hub.PyTorchModelHubMixin.from_pretrained")
+@way()
 def hub_mixin(model: nn.Module, folder: Path) -> Loading:
     published = Published("experts" if hasattr(model.config, "num_experts") else "dense")
     published.model = model

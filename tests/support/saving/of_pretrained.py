@@ -17,8 +17,6 @@ from tests.support.saving import models
 from tests.support.saving.ways import Loading, add, into, way
 
 SHARD = "20KB"  # several files
-SAVE, LOAD = "transformers.PreTrainedModel.save_pretrained", "transformers.PreTrainedModel.from_pretrained"
-LOAD_SHARDS = "transformers.trainer_utils.load_sharded_checkpoint"
 
 
 def save(model: PreTrainedModel, folder: Path, **options: Any) -> None:
@@ -48,36 +46,27 @@ def save_beside_the_main_process(model: PreTrainedModel, folder: Path) -> None:
     save(model, folder)
 
 
-add("pretrained_model", save, pretrained, SAVE, LOAD)
-add("pretrained_beside_the_main_process", save_beside_the_main_process, pretrained, SAVE, LOAD)
-add(
-    "pretrained_in_shards",
-    save_in_shards,
-    load_sharded_checkpoint,
-    SAVE,
-    "transformers.trainer_utils.load_sharded_checkpoint",
-)
+add("pretrained_model", save, pretrained)
+add("pretrained_beside_the_main_process", save_beside_the_main_process, pretrained)
+add("pretrained_in_shards", save_in_shards, load_sharded_checkpoint)
 add(
     "pretrained_variant_in_shards",
     partial(save, max_shard_size=SHARD, variant="other"),
     partial(pretrained, variant="other"),
-    *(SAVE, LOAD),
 )
 add(
     "pretrained_with_a_state_dict",
     save_with_a_state_dict,
     lambda fresh, folder: into(fresh, load_state_dict(folder / "model.safetensors")),
-    *(SAVE, "transformers.modeling_utils.load_state_dict"),
 )
 add(
     "trainer_model",
     lambda model, folder: Trainer(model, TrainingArguments(str(folder), report_to=[])).save_model(),
     pretrained,
-    "transformers.Trainer.save_model",
 )
 
 
-@way(LOAD)
+@way()
 def pretrained_from_a_state_dict(model: PreTrainedModel, folder: Path) -> Loading:
     """Nothing is read but what the model itself holds."""
     return lambda fresh: pretrained(fresh, None, config=model.config, state_dict=models.weights(model))
@@ -116,30 +105,14 @@ def load_both(fresh: PeftModel, folder: Path) -> None:
     peft.set_peft_model_state_dict(fresh, load_file(folder / "adapter"))
 
 
-add_adapted(
-    "peft_pretrained",
-    save,
-    lambda fresh, folder: PeftModel.from_pretrained(onto_a_base(fresh), folder),
-    *("peft.PeftModel.save_pretrained", "peft.PeftModel.from_pretrained"),
-)
-add_adapted(
-    "peft_pickled",
-    partial(save, safe_serialization=False),
-    load_adapter,
-    *("peft.PeftModel.load_adapter", "peft.load_peft_weights"),
-)
+add_adapted("peft_pretrained", save, lambda fresh, folder: PeftModel.from_pretrained(onto_a_base(fresh), folder))
+add_adapted("peft_pickled", partial(save, safe_serialization=False), load_adapter)
 add_adapted(
     "peft_state_dict",
     lambda model, folder: save_file(peft.get_peft_model_state_dict(model), folder / "adapter"),
     load_adapter_state,
-    *("peft.get_peft_model_state_dict", "peft.set_peft_model_state_dict"),
 )
-add_adapted(
-    "peft_base_state_dict",
-    save_both,
-    load_both,
-    *("peft.get_base_model_state_dict", "peft.set_base_model_state_dict"),
-)
+add_adapted("peft_base_state_dict", save_both, load_both)
 add_adapted(
     "peft_whole_state_dict",
     lambda model, folder: torch.save(model.state_dict(), folder / "state.pt"),

@@ -22,8 +22,6 @@ from torch.package import PackageExporter, PackageImporter
 from tests.support.saving.ways import Loading, add, add_of_state, into, way
 
 FILE = "state.pt"
-SAVE_AND_LOAD = ("torch.save", "torch.load")
-OF_DCP = "torch.distributed.checkpoint"
 
 
 def saved(state: Any, folder: Path, **options: Any) -> None:
@@ -34,44 +32,33 @@ def read(folder: Path, **options: Any) -> Any:
     return torch.load(folder / FILE, **{"map_location": "cpu"} | options)
 
 
-add_of_state(
-    "torch_state_dict", saved, read, *SAVE_AND_LOAD, "torch.nn.Module.state_dict", "torch.nn.Module.load_state_dict"
-)
-add_of_state("torch_mapped", saved, lambda folder: read(folder, mmap=True), *SAVE_AND_LOAD)
+add_of_state("torch_state_dict", saved, read)
+add_of_state("torch_mapped", saved, lambda folder: read(folder, mmap=True))
 # the format before archives, which writes storages as they are
-add_of_state("torch_legacy", lambda *args: saved(*args, _use_new_zipfile_serialization=False), read, *SAVE_AND_LOAD)
+add_of_state("torch_legacy", lambda *args: saved(*args, _use_new_zipfile_serialization=False), read)
 # where it was saved from, and the model holds what was loaded
 add(
     "torch_state_dict_onto_the_device",
     lambda model, folder: saved(model.state_dict(), folder),
     lambda fresh, folder: into(fresh, read(folder, map_location=fresh.device), assign=True),
-    *SAVE_AND_LOAD,
 )
 # functions for which torch_npu puts its own into torch
 add_of_state(
     "torch_serialized",
     lambda state, folder: torch.serialization.save(state, folder / FILE),
     lambda folder: torch.serialization.load(folder / FILE, map_location="cpu"),
-    *("torch.serialization.save", "torch.serialization.load"),
 )
-add(
-    "torch_whole_model",
-    saved,
-    lambda fresh, folder: read(folder, weights_only=False, map_location=fresh.device),
-    *SAVE_AND_LOAD,
-)
+add("torch_whole_model", saved, lambda fresh, folder: read(folder, weights_only=False, map_location=fresh.device))
 # parameters themselves, not what a state dict detaches from them
 add(
     "torch_parameters",
     lambda model, folder: saved(dict(model.named_parameters()), folder),
     lambda fresh, folder: into(fresh, read(folder), strict=False),
-    *SAVE_AND_LOAD,
 )
 add_of_state(
     "by_url",
     saved,
     lambda folder: torch.hub.load_state_dict_from_url((folder / FILE).as_uri(), str(folder), "cpu", progress=False),
-    "torch.hub.load_state_dict_from_url",
 )
 add(
     "pickled",
@@ -104,7 +91,6 @@ add_of_state(
     "packaged",
     package,
     lambda folder: PackageImporter(folder / FILE).load_pickle("model", "state.pkl", map_location="cpu"),
-    *("torch.package.PackageExporter.save_pickle", "torch.package.PackageImporter.load_pickle"),
 )
 
 
@@ -117,25 +103,17 @@ def in_place(fresh: nn.Module, folder: Path) -> None:
     dcp.load(fresh.state_dict(), checkpoint_id=folder, no_dist=True)
 
 
-add(
-    "dcp_saved",
-    lambda model, folder: checkpoint(model.state_dict(), folder),
-    in_place,
-    f"{OF_DCP}.save",
-    f"{OF_DCP}.load",
-)
+add("dcp_saved", lambda model, folder: checkpoint(model.state_dict(), folder), in_place)
 # another thread writes what was copied to the host first
 add(
     "dcp_saved_meanwhile",
     lambda model, folder: dcp.async_save(model.state_dict(), checkpoint_id=folder, no_dist=True).result(),
     in_place,
-    f"{OF_DCP}.async_save",
 )
 add(
     "dcp_by_former_names",
     lambda model, folder: dcp.save_state_dict(model.state_dict(), dcp.FileSystemWriter(folder), no_dist=True),
     lambda fresh, folder: dcp.load_state_dict(fresh.state_dict(), dcp.FileSystemReader(folder), no_dist=True),
-    *(f"{OF_DCP}.save_state_dict", f"{OF_DCP}.load_state_dict"),
 )
 add(
     "dcp_as_safetensors",
@@ -152,7 +130,6 @@ for name, options in {"dcp_model_state_dict": None, "dcp_model_state_dict_on_the
         name,
         lambda model, folder, options=options: saved(get_model_state_dict(model, options=options), folder),
         lambda fresh, folder, options=options: set_model_state_dict(fresh, read(folder), options=options),
-        *(f"{OF_DCP}.state_dict.get_model_state_dict", f"{OF_DCP}.state_dict.set_model_state_dict"),
     )
 
 
@@ -167,12 +144,7 @@ def load_both(fresh: nn.Module, folder: Path) -> None:
     set_state_dict(fresh, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-add(
-    "dcp_state_dicts",
-    lambda model, folder: checkpoint(with_an_optimizer(model)[1], folder),
-    load_both,
-    *(f"{OF_DCP}.state_dict.get_state_dict", f"{OF_DCP}.state_dict.set_state_dict"),
-)
+add("dcp_state_dicts", lambda model, folder: checkpoint(with_an_optimizer(model)[1], folder), load_both)
 
 
 def there_and_back(state: dict[str, Tensor], folder: Path) -> None:
@@ -181,15 +153,10 @@ def there_and_back(state: dict[str, Tensor], folder: Path) -> None:
     format_utils.dcp_to_torch_save(folder / "dcp", folder / FILE)
 
 
-add_of_state(
-    "dcp_there_and_back",
-    there_and_back,
-    read,
-    *(f"{OF_DCP}.format_utils.dcp_to_torch_save", f"{OF_DCP}.format_utils.torch_save_to_dcp"),
-)
+add_of_state("dcp_there_and_back", there_and_back, read)
 
 
-@way("torch.export.save", "torch.export.load", kinds=("dense",))
+@way(kinds=("dense",))
 def exported(model: nn.Module, folder: Path) -> Loading:
     """One MLP, whose weights the program holds; the others are there already."""
     mlp = model.model.layers[0].mlp

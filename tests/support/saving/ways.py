@@ -18,30 +18,24 @@ WAYS: dict[str, Way] = {}
 
 @dataclass(frozen=True)
 class Way:
-    """One way to save a model of some kinds and load it again, with the public names that it goes through.
-
-    It saves to an empty folder, and gives what loads from there.
-    """
+    """One way to save a model of some kinds to an empty folder, which gives what loads it from there."""
 
     save: Saving
-    names: tuple[str, ...]
     kinds: tuple[str, ...]
 
 
-def way(*names: str, kinds: tuple[str, ...] = ("dense", "experts")) -> Callable[[Saving], Saving]:
+def way(kinds: tuple[str, ...] = ("dense", "experts")) -> Callable[[Saving], Saving]:
     """Add a function to the ways, under its own name."""
 
     def add(save: Saving) -> Saving:
         assert save.__name__ not in WAYS
-        WAYS[save.__name__] = Way(save, names, kinds)
+        WAYS[save.__name__] = Way(save, kinds)
         return save
 
     return add
 
 
-def add(
-    name: str, save: Callable[[Any, Path], object], load: Callable[[Any, Path], Any], *names: str, **options: Any
-) -> None:
+def add(name: str, save: Callable[[Any, Path], object], load: Callable[[Any, Path], Any], **options: Any) -> None:
     """Add a way of two functions: of a model and a folder, and of a fresh model and the folder."""
 
     def saving(model: nn.Module, folder: Path) -> Loading:
@@ -49,21 +43,18 @@ def add(
         return lambda fresh: load(fresh, folder)
 
     saving.__name__ = name
-    way(*names, **options)(saving)
+    way(**options)(saving)
 
 
 def add_of_state(
-    name: str,
-    write: Callable[[dict[str, Tensor], Path], object],
-    read: Callable[[Path], Mapping[str, Tensor]],
-    *names: str,
+    name: str, write: Callable[[dict[str, Tensor], Path], object], read: Callable[[Path], Mapping[str, Tensor]]
 ) -> None:
     """Add a way that writes a state dict into a folder, and reads it, whole, from there."""
-    save, load = (
+    add(
+        name,
         lambda model, folder: write(model.state_dict(), folder),
         lambda fresh, folder: into(fresh, read(folder)),
     )
-    add(name, save, load, *names)
 
 
 def into(fresh: nn.Module, state: Mapping[str, Tensor], **options: Any) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Counted: what attention launches, moves and holds in whole models, at the sizes of published ones."""
+"""Counted: what attention moves and holds in models, with few layers."""
 
 from contextlib import ExitStack
 
@@ -8,37 +8,13 @@ from torch._subclasses import FakeTensorMode
 from transformers import AttentionInterface, StaticCache
 
 import kernels_ext_npu
-from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.measuring.costs import Cost
-from tests.support.costs import fake_model, published
+from tests.support.costs import fake_model
 from tests.support.memory import Largest
 
 SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 QWEN3_8B = {"hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128, "num_hidden_layers": 2, "vocab_size": 64}
-
-
-@pytest.mark.parametrize(
-    ("name", "launches", "gigabytes", "peak"),
-    [
-        ("Qwen3-8B", (595, 1650), (72, 250.5), 24.7),
-        ("Gemma-3-12B", (1465, 3070), (121, 421), 41.9),
-        pytest.param("gpt-oss-20b", (620, 2290), (83, 540), 21.5, marks=pytest.mark.long),
-    ],
-)
-def test_whole_models_cost_no_more_than_this(name, launches, gigabytes, peak) -> None:
-    """The bounds are what a prototype of one launch a layer was counted with, and some launches more.
-
-    Without the loss of CrossEntropy, which launches more operators, a few for each chunk of tokens, to hold less.
-    """
-    kernels_ext_npu.register(kernels=sorted({*REPOSITORIES} - {"CrossEntropy"}))
-    with published(name) as (_, count):
-        counted = [count(phase) for phase in ("forward", "step")]
-    for counts, most, bytes_moved in zip(counted, launches, gigabytes, strict=True):
-        assert counts.launches.total() <= most
-        assert counts.bytes.total() / 1e9 <= bytes_moved
-        assert counts.waits == 0
-    assert counted[1].peak / 1e9 <= peak
 
 
 def test_a_step_of_decoding_over_a_static_cache_reads_keys_and_values_once(registered, monkeypatch) -> None:

@@ -11,23 +11,22 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import DeepseekV3Config, DynamicCache, PreTrainedModel, StaticCache
+from transformers import DeepseekV3Config, DynamicCache, StaticCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.swaps.attention import latents
-from tests.support import zoo
 from tests.support.counted import counted
-from tests.support.decoding_steps import KEYS, PROMPT, steps
-from tests.support.nearness import TOLERANCE
+from tests.support.decoding_steps import KEYS, assert_same_steps, steps
+from tests.support.nearness import TOLERANCE, assert_near
+from tests.support.sparse_models import made
 
 pytestmark = pytest.mark.usefixtures("registered")
-# of the 16 those whose language models are made of small sizes alone
+# of the 16 those whose language models are made of small sizes alone; those with indexers: test_sparse_attention.py
 MODELS = [
-    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_linear", "longcat_flash", "AXK1ForCausalLM"),
-    *("AXK2ForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM", "MiniCPM3ForCausalLM"),
-    *("Mistral4ForCausalLM", "YoutuForCausalLM"),
+    *("deepseek_v2", "deepseek_v3", "kimi_linear", "longcat_flash", "AXK1ForCausalLM", "Glm4MoeLiteForCausalLM"),
+    *("MiniCPM3ForCausalLM", "Mistral4ForCausalLM", "YoutuForCausalLM"),
 ]
 _METHOD = "def expand_kv("
 
@@ -52,27 +51,11 @@ def on_latents(monkeypatch) -> list[int]:
     return queries
 
 
-def made(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A model, and the same on the NPU with kernels; by class with as many heads of keys as of queries."""
-    if name in zoo.ARCHITECTURES:
-        model = zoo.build(name)
-    else:
-        cls = getattr(transformers, name)
-        model = cls._from_config(zoo.configure(cls.config_class, {"num_key_value_heads": 4}, zoo.SMALL))
-        zoo.randomise(model, 0)
-    model.eval()
-    ours = kernels_ext_npu.kernelize(copy.deepcopy(model).to("npu"))
-    model.set_attn_implementation("eager")
-    return model, ours
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_behind_a_cache_are_those_of_the_model_itself(on_latents, name: str) -> None:
     model, ours = made(name)
-    pairs = zip(steps(model, DynamicCache(config=model.config)), steps(ours, DynamicCache(config=ours.config)))
-    for expected, found in pairs:
-        assert (found - expected).norm() <= TOLERANCE * expected.norm()
-    assert {1, 3} <= set(on_latents) <= {1, 3, PROMPT}
+    assert_same_steps(model, ours)
+    assert set(on_latents) == {1, 3}
 
 
 def test_tokens_that_see_fewer_keys_than_are_chosen_are_computed_on_latents(on_latents) -> None:
@@ -80,16 +63,14 @@ def test_tokens_that_see_fewer_keys_than_are_chosen_are_computed_on_latents(on_l
     for each in (*model.modules(), *ours.modules()):
         if hasattr(each, "index_topk"):
             each.index_topk = 2 * KEYS
-    for expected, found in zip(*(steps(each, DynamicCache(config=each.config)) for each in (model, ours))):
-        assert (found - expected).norm() <= TOLERANCE * expected.norm()
+    assert_same_steps(model, ours)
     assert set(on_latents) == {1, 3}
 
 
 def test_a_static_cache_holds_what_it_held_and_may_be_taken_over(on_latents) -> None:
     model, ours = made("deepseek_v3")
     caches = [StaticCache(config=each.config, max_cache_len=KEYS) for each in (model, ours)]
-    for expected, found in zip(*map(steps, (model, ours), caches)):
-        assert (found - expected).norm() <= TOLERANCE * expected.norm()
+    assert_same_steps(model, ours, caches)
     assert on_latents
     for theirs, mine in zip(*(cache.layers for cache in caches)):
         assert mine.keys.shape == theirs.keys.shape == (2, 1, KEYS, model.config.kv_lora_rank)
@@ -139,7 +120,7 @@ def test_many_queries_expand_and_so_does_who_looks_at_keys(on_latents) -> None:
         cache = DynamicCache(config=ours.config)
         ours(ids.npu(), past_key_values=cache, use_cache=True)
     for weights, truth in zip(found.attentions, expected.attentions):
-        assert (weights.cpu() - truth).norm() <= TOLERANCE * truth.norm()
+        assert_near(weights, truth)
     ours(ids[:, :1].npu(), past_key_values=cache).logits.sum().backward()  # the weight is trained
     assert not on_latents
 
@@ -161,8 +142,7 @@ def test_what_is_done_to_the_projection_counts(on_latents, how: str) -> None:
         model.load_state_dict(weights)
         ours.load_state_dict(weights)
     on_latents.clear()
-    for expected, found in zip(steps(model, DynamicCache()), steps(ours, DynamicCache())):
-        assert (found - expected).norm() <= TOLERANCE * expected.norm()
+    assert_same_steps(model, ours, [DynamicCache(), DynamicCache()])
     assert bool(on_latents) == (how == "other weights")
     assert bool(called) == (how == "a hook")
 

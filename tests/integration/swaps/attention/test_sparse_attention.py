@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from torch import Tensor
 from transformers import DynamicCache, StaticCache
-from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import INDEXERS
@@ -19,15 +17,11 @@ from kernels_ext_npu.matching.indexer_scan import chooser, hands_on_indices
 from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.swaps.attention import indexers
 from tests.support.counted import counted
-from tests.support.decoding_steps import KEYS, steps
-from tests.support.nearness import TOLERANCE
+from tests.support.decoding_steps import KEYS, assert_same_steps, steps
+from tests.support.nearness import assert_gradients_near, assert_near, gradients
 from tests.support.sparse_models import MODELS, made
 
 pytestmark = pytest.mark.usefixtures("registered")
-
-
-def assert_alike(found: Tensor, expected: Tensor) -> None:
-    assert (found.cpu() - expected).norm() <= TOLERANCE * expected.norm()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -36,9 +30,7 @@ def test_prompts_and_tokens_are_those_of_the_model_itself(request, chosen, name:
     if rule == "always":
         request.getfixturevalue("always")
     model, ours = made(name)
-    pairs = zip(steps(model, DynamicCache(config=model.config)), steps(ours, DynamicCache(config=ours.config)))
-    for expected, found in pairs:
-        assert_alike(found, expected)
+    assert_same_steps(model, ours)
     assert ({1, 3} if rule == "by count" else {1, 3, 14}) <= set(chosen)
 
 
@@ -54,14 +46,11 @@ def test_training_is_that_of_the_model_itself(chosen, always, name: str) -> None
         logits = model.train()(input_ids=ids.to(model.device), attention_mask=mask.to(model.device)).logits[1]
         found.append(logits.detach())
         (logits * torch.arange(100, device=model.device).sin()).sum().backward()
-    assert_alike(found[1], found[0])
+    assert_near(found[1], found[0])
     assert set(chosen) == {12}
-    expected, got = ({n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in models)
-    assert expected.keys() == got.keys()
+    expected, got = map(gradients, models)
     assert not any(".indexer." in name for name in got)
-    whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    for each, gradient in expected.items():
-        assert (got[each].cpu() - gradient).norm() <= TOLERANCE * whole
+    assert_gradients_near(got, expected)
 
 
 @pytest.mark.parametrize("name", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM"])
@@ -71,12 +60,12 @@ def test_long_prompts_in_parts_are_those_at_once(monkeypatch, chosen, always, na
     monkeypatch.setattr(indexers, "_LONG", 8)
     monkeypatch.setattr(indexers, "_AT_A_TIME", 3)
     for wanted, found in zip(expected, steps(ours, DynamicCache(config=ours.config))):
-        assert_alike(found, wanted)
+        assert_near(found, wanted)
     assert {2, 3} <= set(chosen)  # of 14
     assert 14 not in chosen
     ids = torch.randint(2, 90, (2, 12))
     with torch.no_grad():
-        assert_alike(ours(ids.npu(), use_cache=False).logits, model(ids, use_cache=False).logits)
+        assert_near(ours(ids.npu(), use_cache=False).logits, model(ids, use_cache=False).logits)
         chosen.clear()
         ours.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *_: None)  # sees whole prompts
         ours(ids.npu())
@@ -86,8 +75,7 @@ def test_long_prompts_in_parts_are_those_at_once(monkeypatch, chosen, always, na
 def test_static_caches_packed_sequences_and_masks_of_the_caller(always, chosen) -> None:
     model, ours = made("DeepseekV32ForCausalLM")
     caches = [StaticCache(config=each.config, max_cache_len=KEYS) for each in (model, ours)]
-    for expected, found in zip(*map(steps, (model, ours), caches)):
-        assert_alike(found, expected)
+    assert_same_steps(model, ours, caches)
     ids = torch.randint(2, 90, (1, 14))
     places = torch.cat((torch.arange(5), torch.arange(9))).unsqueeze(0)
     own = torch.rand(1, 1, 14, 14, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -96,7 +84,7 @@ def test_static_caches_packed_sequences_and_masks_of_the_caller(always, chosen) 
         for inputs in ({"position_ids": places}, {"attention_mask": torch.where(own, 0.0, -1e30)}):
             moved = {key: value.npu() for key, value in inputs.items()}
             found, expected = ours(ids.npu(), use_cache=False, **moved), model(ids, use_cache=False, **inputs)
-            assert_alike(found.logits, expected.logits)
+            assert_near(found.logits, expected.logits)
     assert chosen.count(14) == 6
 
 
@@ -106,7 +94,7 @@ def test_a_compiled_model_is_one_graph_with_the_same_results(chosen) -> None:
     ids = torch.randint(2, 90, (2, 12))
     compiled = torch.compile(ours, backend="eager", fullgraph=True)
     with torch.no_grad():
-        assert_alike(compiled(ids.npu(), use_cache=False).logits, model(ids, use_cache=False).logits)
+        assert_near(compiled(ids.npu(), use_cache=False).logits, model(ids, use_cache=False).logits)
     assert not chosen
 
 
@@ -120,21 +108,7 @@ def test_weights_that_are_asked_for_are_those_of_chosen_keys() -> None:
                 found = ours(ids.npu(), output_attentions=True).attentions
                 expected = model(ids, output_attentions=True).attentions
             for weights, truth in zip(found, expected):
-                assert_alike(weights, truth)
-
-
-def test_an_indexer_alone_chooses_the_keys_of_its_class() -> None:
-    """With the mask of its queries as its class takes it, and of a cache; the order is that of the scores."""
-    model, ours = made("DeepseekV32ForCausalLM")
-    theirs, mine = (each.model.layers[0].self_attn.indexer for each in (model, ours))
-    assert isinstance(mine, DeepseekV32Indexer)
-    x, residual, table = torch.randn(2, 12, 64), torch.randn(2, 12, 24), torch.randn(2, 1, 12, 8)
-    seen = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, -1, -1)
-    expected = theirs(x, residual, tuple(table), seen, None)
-    found = mine(x.npu(), residual.npu(), tuple(table.npu()), seen.npu(), None)
-    assert found.dtype == expected.dtype == torch.int32
-    rows = slice(3, None)  # those before see no four keys
-    assert torch.equal(found.cpu()[:, rows], expected[:, rows])
+                assert_near(weights, truth)
 
 
 def test_what_is_restored_computes_all_scores_and_the_report_says_so(chosen) -> None:
@@ -147,8 +121,7 @@ def test_what_is_restored_computes_all_scores_and_the_report_says_so(chosen) -> 
     kernels_ext_npu.restore(ours)
     assert [row.swapped for row in rows()] == [False] * 2
     with Cost() as cost:
-        for expected, found in zip(*(steps(each, DynamicCache(config=each.config)) for each in (model, ours))):
-            assert_alike(found, expected)
+        assert_same_steps(model, ours)
     assert not chosen
     assert cost.launches["scatter"] or cost.launches["scatter_"]  # a mask of what was chosen
 

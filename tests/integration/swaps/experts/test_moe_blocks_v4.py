@@ -35,24 +35,19 @@ def in_a_model(module: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("mode", ["training", "inference"])
 @each_block
-def test_a_block_computes_what_it_did(cls, mode) -> None:
-    original = block(cls).train(mode == "training")
-    (device,) = swapped(original)
+def test_a_block_computes_what_it_did_and_restored_it_is_the_original_again(cls, mode) -> None:
+    """Names and values of weights stay."""
+    original = nn.ModuleDict({"block": block(cls).train(mode == "training")})
+    model = in_a_model(original["block"])
+    assert (row_of(model).swapped, row_of(model).reason, row_of(model).kind) == (True, None, "experts")
     softnpu.reset_counters()
-    found = results(device, block_inputs().npu())
+    found = results(model["block"], block_inputs().npu())
     counters = softnpu.counters()
     assert counters["stream_syncs"] == 0
     assert counters["npu_grouped_matmul"] == 6
     assert counters["npu_swiglu"] >= 1
-    assert_close(found, results(original, block_inputs()))
-    assert_close(results(device, block_inputs().npu()), results(original, block_inputs()))
-
-
-@each_block
-def test_names_and_values_stay_and_restored_it_is_the_original_again(cls) -> None:
-    original = nn.ModuleDict({"block": block(cls)})
-    model = in_a_model(original["block"])
-    assert (row_of(model).swapped, row_of(model).reason, row_of(model).kind) == (True, None, "experts")
+    for again in (found, results(model["block"], block_inputs().npu())):
+        assert_close(again, results(original["block"], block_inputs()))
     states = [model.state_dict(), copy.deepcopy(model).state_dict()]
     kernels_ext_npu.restore(model)
     assert not row_of(model).swapped

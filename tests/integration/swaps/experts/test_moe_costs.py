@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import kernels_ext_npu
 from kernels_ext_npu.measuring.costs import Cost
 from tests.support import llama_factory, memory
-from tests.support.costs import costs, published
+from tests.support.costs import costs
 
 pytestmark = pytest.mark.usefixtures("frozen")
 
@@ -41,7 +41,7 @@ def gigabytes(cost: Cost) -> float:
     return cost.bytes.total() / 1e9
 
 
-def test_a_model_launches_and_moves_half_of_what_it_did(registered) -> None:
+def test_a_model_launches_and_moves_half_of_what_it_did_and_a_block_what_it_must(registered) -> None:
     ours = costs(kernels_ext_npu.kernelize, "qwen3_moe", 4096, **QWEN3_30B_A3B)
     theirs = costs(with_experts(llama_factory.experts), "qwen3_moe", 4096, **QWEN3_30B_A3B)
     kernels_ext_npu.unregister()
@@ -57,12 +57,8 @@ def test_a_model_launches_and_moves_half_of_what_it_did(registered) -> None:
     for mine, other in zip(ours, theirs):
         assert mine.launches.total() < other.launches.total()
         assert gigabytes(mine) < gigabytes(other)
-
-
-def test_a_block_launches_what_it_must(registered) -> None:
-    """What each of the launches of a layer is for; with a gradient nothing copies a weight or its gradient."""
-    forward, training = costs(kernels_ext_npu.kernelize, "qwen3_moe", 4096, **QWEN3_30B_A3B)
-    layers = QWEN3_30B_A3B["num_hidden_layers"]
+    # what each of the launches of a layer is for; with a gradient nothing copies a weight or its gradient
+    (forward, training), layers = ours, QWEN3_30B_A3B["num_hidden_layers"]
     names = {"npu_moe_token_permute", "npu_moe_token_unpermute", "histc", "npu_moe_gating_top_k_softmax"}
     assert {name: forward.launches[name] / layers for name in names} == dict.fromkeys(names, 1)
     assert forward.launches["npu_grouped_matmul"] == 2 * layers
@@ -113,24 +109,3 @@ def test_frozen_experts_hold_less_still(registered) -> None:
             parameter.requires_grad_("experts" not in name)
 
     assert peak(freeze) < peak(kernels_ext_npu.kernelize)
-
-
-@pytest.mark.parametrize(
-    ("model", "fewer"), [("deepseek_v3", 58 * 17), pytest.param("glm4_moe", 45 * 16, marks=pytest.mark.long)]
-)
-def test_routers_of_whole_models_launch_three_times(registered, model, fewer) -> None:
-    """In place of 20; GLM's one group saves a copy of the mask of groups.
-
-    At their real sizes and in bfloat16, with the bias in float32, as from_pretrained keeps it.
-    """
-    found = []
-    with published(model) as (built, count):
-        count("forward")  # makes the mask that later forwards share
-        for prepare in (lambda each: None, kernels_ext_npu.restore):
-            for module in built.modules():
-                if type(module).__name__.endswith("TopkRouter"):
-                    prepare(module)
-            found.append(count("forward"))
-    ours, without = found
-    assert without.launches.total() - ours.launches.total() == fewer
-    assert ours.waits <= without.waits

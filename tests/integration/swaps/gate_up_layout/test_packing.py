@@ -158,6 +158,15 @@ def the_other_way_round(model: nn.Module) -> None:
         up.data, gate.data = torch.cat((up.detach(), gate.detach())).chunk(2)
 
 
+def flattened(model: nn.Module, is_apart: bool = False) -> None:
+    """As ZeRO has parameters: views of one buffer, in the order of the model or by their last names."""
+    named = list(model.named_parameters())
+    parameters = [p for _, p in sorted(named, key=lambda each: each[0].split(".")[::-1] if is_apart else [])]
+    flat = torch.cat([p.detach().flatten() for p in parameters])
+    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters])):
+        parameter.data = part.view(parameter.shape)
+
+
 def one_bias(model: nn.Module) -> None:
     gate = model.model.layers[0].mlp.gate_proj
     gate.bias = nn.Parameter(torch.zeros(64, device=gate.weight.device))
@@ -175,6 +184,9 @@ CHANGES: dict[str, tuple[Callable, bool, list[str | None]]] = {
     "backward hook": (partial(hooked, "full_backward"), True, HOOKS),
     "weight that is no parameter": (partial(of_no_parameters, "weight"), False, NO_PARAMETERS),
     "bias that is no parameter": (partial(of_no_parameters, "bias"), False, NO_PARAMETERS),
+    "flat buffer": (flattened, True, [None] * 2),
+    "flat buffer before": (flattened, False, [None] * 2),
+    "apart in a flat buffer": (partial(flattened, is_apart=True), False, OTHERWISE),
     "the other way round": (the_other_way_round, False, OTHERWISE),
     "one bias": (one_bias, False, ["two products, since only one projection has a bias", None]),
 }
@@ -244,11 +256,12 @@ def test_weights_that_somebody_else_holds_stay_where_they_are(holder: str) -> No
     assert reasons(kernels_ext_npu.kernelize(model)) == {None}
 
 
-def test_a_weight_between_forward_and_backward_stays_for_the_backward() -> None:
+@pytest.mark.parametrize("move", [kernels_ext_npu.kernelize, flattened, partial(flattened, is_apart=True)])
+def test_a_weight_between_forward_and_backward_stays_for_the_backward(move: Callable) -> None:
     """A graph that was made before holds views of the weights."""
-    model, original = llama().to("npu"), llama()
+    model, original = llama().to("npu") if move is kernels_ext_npu.kernelize else kernelized(), llama()
     loss = model(IDS.npu(), labels=IDS.npu()).loss
-    kernels_ext_npu.kernelize(model)
+    move(model)
     loss.backward()
     original(IDS, labels=IDS).loss.backward()
     for a, b in zip(model.parameters(), original.parameters()):

@@ -28,8 +28,11 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj = nn.Linear(16, 24), nn.Linear(16, 8), nn.Linear(16, 8)
         self.o_proj = nn.Linear(24, 16, bias=False)
 
+    def between(self, query: Tensor) -> Tensor:
+        return query
+
     def forward(self, hidden_states: Tensor) -> Tensor:
-        query = self.q_proj(hidden_states).view(*hidden_states.shape[:-1], -1, 8)
+        query = self.between(self.q_proj(hidden_states).view(*hidden_states.shape[:-1], -1, 8))
         key = self.k_proj(hidden_states).tanh()
         value = self.v_proj(hidden_states)
         return self.o_proj((query * (key + value).unsqueeze(-2)).flatten(-2))
@@ -87,23 +90,16 @@ def test_layers_with_adapters_are_one_node() -> None:
 class Interrupted(Attention):
     """Draws random numbers between the calls of projections."""
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        query = self.q_proj(hidden_states).view(*hidden_states.shape[:-1], -1, 8)
-        query = functional.dropout(query, 0.3, self.training)
-        key = self.k_proj(hidden_states).tanh()
-        value = self.v_proj(hidden_states)
-        return self.o_proj((query * (key + value).unsqueeze(-2)).flatten(-2))
+    def between(self, query: Tensor) -> Tensor:
+        return functional.dropout(query, 0.3, self.training)
 
 
 class Reseeded(Attention):
     """Begins to draw anew between the calls of projections."""
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        query = self.q_proj(hidden_states).view(*hidden_states.shape[:-1], -1, 8)
+    def between(self, query: Tensor) -> Tensor:
         torch.manual_seed(3)
-        key = self.k_proj(hidden_states).tanh()
-        value = self.v_proj(hidden_states)
-        return self.o_proj((query * (key + value).unsqueeze(-2)).flatten(-2))
+        return query
 
 
 def drawing_alike(

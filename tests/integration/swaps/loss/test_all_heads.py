@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import kernels_ext_npu
-from kernels_ext_npu.swaps.loss.deferred_logits import DeferredLogits
 from tests.support import zoo
+from tests.support.heads import assert_same_step, head_row, labelled, pair
 
 MHA: dict[str, Any] = {"num_key_value_heads": 4}
 GPT_NEO: dict[str, Any] = {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]}
@@ -85,60 +84,21 @@ def marked(names: list[str]) -> list[Any]:
     return [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    kernels_ext_npu.register(kernels=["CrossEntropy"])
-
-
-def assert_same_step(ours: PreTrainedModel, model: PreTrainedModel, given: dict[str, Tensor], deferred: bool) -> None:
-    """Compare a step with the kernel with one without.
-
-    The loss to 2^-17, gradients to 2^-17 of the largest of the model: sums of float32 in another order. Logits to the
-    bit: the lines of the model compute them, when the weights that they were computed with are gone.
-    """
-    torch.manual_seed(1)
-    expected = model(**given)
-    torch.manual_seed(1)
-    found = ours(**given)
-    assert (isinstance(found.logits, DeferredLogits) and found.logits.known is None) == deferred
-    for _ in range(2):  # gradients add up
-        found.loss.backward(retain_graph=True)
-        expected.loss.backward(retain_graph=True)
-    for parameter in ours.parameters():
-        parameter.data.zero_()
-    torch.testing.assert_close(found.loss, expected.loss, rtol=2**-17, atol=0)
-    assert torch.equal(found.logits, expected.logits)
-    gradients = {path: parameter.grad for path, parameter in model.named_parameters()}
-    largest = max(float(grad.abs().max()) for grad in gradients.values() if grad is not None)
-    for path, parameter in ours.named_parameters():
-        assert (parameter.grad is None) == (gradients[path] is None), path
-        if parameter.grad is not None:
-            assert float((parameter.grad - gradients[path]).abs().max()) <= 2**-17 * largest, path
-
-
-def labelled(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Move inputs, and add labels, of which some are left out."""
-    moved = {key: value.npu() for key, value in inputs.items()}
-    labels = moved["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"].clone()
-    labels[:, :2] = -100
-    return moved | {"labels": labels}
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("name", marked(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - UNBUILT.keys())))
 def test_a_causal_language_model(name: str, tied: bool) -> None:
     ids = torch.randint(2, 90, (2, 9), generator=torch.Generator().manual_seed(0))
     model = build(name, tied)
     ours = kernels_ext_npu.kernelize(copy.deepcopy(model))
-    assert_same_step(ours, model, labelled({"input_ids": ids}), name not in KEPT)
+    assert_same_step(ours, model, labelled({"input_ids": ids}), name not in KEPT, rtol=2**-17)
 
 
 @pytest.mark.parametrize("name", marked(more_than_decoders()))
 def test_a_model_that_is_more_than_a_decoder(name: str) -> None:
-    model = zoo.build(name).to("npu").eval()
-    ours, given = kernels_ext_npu.kernelize(copy.deepcopy(model)), labelled(zoo.inputs(name, model))
+    ours, model = pair(name)
+    given = labelled(zoo.inputs(name, model))
     ours(**given)  # which shows what it does with its logits
-    (row,) = [row for row in kernels_ext_npu.report(ours) if row.kind == "heads"]
+    row = head_row(ours)
     assert row.swapped == (name not in OTHERWISE)
     assert (row.reason is not None) == (name in LOOKED_AT or not row.swapped)
-    assert_same_step(ours, model, given, name not in LOOKED_AT | OTHERWISE)
+    assert_same_step(ours, model, given, name not in LOOKED_AT | OTHERWISE, rtol=2**-17)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from kernels import get_local_kernel
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments, set_seed
 
 import kernels_ext_npu
@@ -29,11 +28,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
 }
 LONG = {"bfloat16", "checkpointing"}
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    kernels_ext_npu.register(kernels=["CrossEntropy"])
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
@@ -183,15 +177,3 @@ def test_steps_with_the_recipe_of_distillation_are_those_without(name: str, mode
         pytest.approx(step, rel=TOLERANCE) for step in expected
     ]
     assert len(calls) == 3
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_are_those_that_trl_makes_of_logits(temperature: float) -> None:
-    """To the rounding of sums in float32."""
-    utils = pytest.importorskip("trl.trainer.utils")
-    kernel = get_local_kernel(ROOT / "CrossEntropy")
-    hidden, weight = torch.randn(2, 5, 16).npu(), torch.randn(90, 16).npu()
-    labels = torch.randint(90, (2, 5)).npu()
-    expected = utils.selective_log_softmax(F.linear(hidden, weight) / temperature, labels)
-    found = kernel.linear_log_probs(hidden, weight, labels, logit_scale=1 / temperature)
-    torch.testing.assert_close(found, expected, rtol=2**-18, atol=2**-18)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from tests.support.programs.acts.heads import smoothed_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -18,60 +19,17 @@ from transformers.trainer_pt_utils import LabelSmoother, nested_detach
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.swaps.loss.deferred_logits import DeferredLogits
 from tests.support import zoo
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    kernels_ext_npu.register(kernels=["CrossEntropy"])
-
-
-def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A model without dropout, and the same with the kernel."""
-    model = zoo.build("qwen3").to("npu").eval()
-    return model, kernels_ext_npu.kernelize(copy.deepcopy(model))
+from tests.support.heads import assert_same_gradients, assert_same_step, head_row, is_deferred, labelled, pair
 
 
 def batch(model: PreTrainedModel) -> dict[str, Tensor]:
-    inputs = {key: value.npu() for key, value in zoo.inputs("qwen3", model).items()}
-    labels = inputs["input_ids"].clone()
-    labels[:, :2] = -100
-    return inputs | {"labels": labels}
-
-
-def head_row(model: nn.Module) -> kernels_ext_npu.Row:
-    (row,) = [row for row in kernels_ext_npu.report(model) if row.kind == "heads"]
-    return row
-
-
-def is_deferred(logits: Tensor) -> bool:
-    return isinstance(logits, DeferredLogits) and logits.known is None
-
-
-def assert_same_gradients(ours: nn.Module, model: nn.Module) -> None:
-    """Sums of float32 in another order: 2^-17 of the largest gradient of the model."""
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    largest = max(float(grad.abs().max()) for grad in expected.values() if grad is not None)
-    for name, parameter in ours.named_parameters():
-        assert (parameter.grad is None) == (expected[name] is None), name
-        if parameter.grad is not None:
-            assert float((parameter.grad - expected[name]).abs().max()) <= 2**-17 * largest, name
-
-
-def assert_same_step(ours: PreTrainedModel, model: PreTrainedModel, given: dict[str, Tensor], deferred: bool) -> None:
-    """Compare losses, to the rounding of sums in float32, and gradients."""
-    found, expected = ours(**given), model(**given)
-    assert is_deferred(found.logits) == deferred
-    torch.testing.assert_close(found.loss, expected.loss, rtol=2**-18, atol=0, equal_nan=True)
-    found.loss.backward()
-    expected.loss.backward()
-    assert_same_gradients(ours, model)
+    return labelled(zoo.inputs("qwen3", model))
 
 
 @pytest.mark.parametrize("labels", ["shifted", "all left out"])
 def test_labels_of_the_loss(labels: str) -> None:
-    model, ours = pair()
+    ours, model = pair()
     given = batch(model)
     if labels == "shifted":
         given["shift_labels"] = F.pad(given["labels"][:, 1:], (0, 1), value=-100)
@@ -119,7 +77,7 @@ def saved(logits: Tensor) -> Tensor:
 @pytest.mark.parametrize("when", ["before the backward", "after the backward"])
 @pytest.mark.parametrize("name", LOOKS)
 def test_whoever_looks_at_logits_finds_them(name: str, when: str) -> None:
-    model, ours = pair()
+    ours, model = pair()
     results = []
     for one in (ours, model):
         outputs = one(**batch(model))
@@ -132,7 +90,7 @@ def test_whoever_looks_at_logits_finds_them(name: str, when: str) -> None:
 
 
 def test_logits_are_shown_without_being_computed() -> None:
-    model, ours = pair()
+    ours, model = pair()
     found, expected = ours(**batch(model)).logits, model(**batch(model)).logits
     assert (found.shape, found.dtype, found.device, found.requires_grad, found.is_leaf, found.dim(), len(found)) == (
         (expected.shape, expected.dtype, expected.device, True, False, 3, 2)
@@ -190,7 +148,7 @@ class Reversed(torch.autograd.Function):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_others_get_their_gradients(name: str) -> None:
-    model, ours = pair()
+    ours, model = pair()
     given = batch(model)
     values = []
     for one in (ours, model):
@@ -198,14 +156,6 @@ def test_losses_of_others_get_their_gradients(name: str) -> None:
         values[-1].backward()
     torch.testing.assert_close(*values, rtol=2**-18, atol=0)
     assert_same_gradients(ours, model)
-
-
-def smoothed(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
-    return F.cross_entropy(logits.view(-1, vocab_size), labels.view(-1), label_smoothing=0.1)
-
-
-def scaled(*args: Any, **options: Any) -> Tensor:
-    return 2 * smoothed(*args, **options)
 
 
 class Criterion(nn.Module):
@@ -229,8 +179,8 @@ class Entropy:
 OWN_LOSSES = {
     "a lambda": (lambda logits, **_: logits.float().exp().mean(), False),
     "callable": (Entropy(), False),
-    "smoothed": (smoothed, True),
-    "a partial": (partial(scaled), True),
+    "smoothed": (smoothed_loss, True),
+    "a partial": (partial(smoothed_loss), True),
     "a module": (Criterion(), True),
     "that of transformers": (ForCausalLMLoss, True),
 }
@@ -325,7 +275,7 @@ def test_heads_that_are_more_than_a_product_keep_their_forward(change: Any, reas
 
 
 def test_it_can_be_left_out_taken_out_and_put_in_again() -> None:
-    model, ours = pair()
+    ours, model = pair()
     given = batch(model)
     assert head_row(ours).swapped
     kernels_ext_npu.restore(ours)
@@ -346,7 +296,7 @@ def test_it_can_be_left_out_taken_out_and_put_in_again() -> None:
 
 def test_a_compiled_model_keeps_its_logits() -> None:
     torch.compiler.reset()
-    model, ours = pair()
+    ours, model = pair()
     given = batch(model)
     compiled = torch.compile(ours, backend="eager")
     outputs = compiled(**given)

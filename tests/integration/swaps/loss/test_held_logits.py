@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -18,21 +18,10 @@ from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, 
 import kernels_ext_npu
 from kernels_ext_npu.swaps.loss.deferred_logits import DeferredLogits
 from tests.support import zoo
+from tests.support.heads import assert_same_gradients, head_row, pair
 
 TOLERANCE = 2**-16  # of the largest logit: sums of float32 in another order, over two layers
 Batch = dict[str, Tensor]
-Act = Callable[[PreTrainedModel, Batch], Any]
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    kernels_ext_npu.register(kernels=["CrossEntropy"])
-
-
-def pair(name: str = "qwen3") -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A model with the kernel, and the plain one on the CPU; without dropout."""
-    model = zoo.build(name).eval()
-    return kernels_ext_npu.kernelize(copy.deepcopy(model).to("npu")), model
 
 
 def batch(model: PreTrainedModel, seed: int = 0) -> Batch:
@@ -45,123 +34,28 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max()))
 
 
-def assert_same_gradients(ours: PreTrainedModel, model: PreTrainedModel) -> None:
-    expected = {path: parameter.grad for path, parameter in model.named_parameters() if parameter.grad is not None}
-    largest = max((float(grad.abs().max()) for grad in expected.values()), default=0)
-    for path, parameter in ours.named_parameters():
-        assert (parameter.grad is None) == (path not in expected), path
-        if parameter.grad is not None:
-            torch.testing.assert_close(parameter.grad.cpu(), expected[path], rtol=0, atol=TOLERANCE * largest)
-
-
-def backward(model: PreTrainedModel, given: Batch) -> Any:
-    outputs = model(**given)
-    outputs.loss.backward()
-    return outputs
-
-
-def step_with(optimizer: Any, model: PreTrainedModel, given: Batch) -> Any:
-    made = optimizer(model.parameters())
-    outputs = backward(model, given)
-    made.step()
-    return outputs
-
-
-def written_to(write: Callable[[nn.Parameter], object], model: PreTrainedModel, given: Batch) -> Any:
-    outputs = backward(model, given)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            write(parameter)
-    return outputs
-
-
-def collected(context: Any, model: PreTrainedModel, given: Batch) -> list[Any]:
-    """Validation logits, collected while the model is trained."""
-    optimizer, found = torch.optim.SGD(model.parameters(), 0.01), []
-    for epoch in range(2):
-        with context():
-            found.append(model(**given))
-        model(**batch(model, epoch + 1)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
-def earlier_call(model: PreTrainedModel, given: Batch) -> Any:
-    """Held from a call whose own loss never runs backward."""
-    held = model(**given)
-    step_with(partial(torch.optim.SGD, lr=0.5), model, batch(model, 1))
-    return held
-
-
-def accumulated(model: PreTrainedModel, given: Batch) -> list[Any]:
-    held = [model(**given), model(**batch(model, 1))]
-    sum(outputs.loss for outputs in held).backward()
-    torch.optim.SGD(model.parameters(), 0.5).step()
-    return held
-
-
-def moved(model: PreTrainedModel, given: Batch) -> Any:
-    outputs = model(**given)
-    model.to("cpu")
-    return outputs
-
-
-def moved_after_the_backward(model: PreTrainedModel, given: Batch) -> Any:
-    outputs = backward(model, given)
-    model.to("cpu")
-    return outputs
-
-
-def cast(model: PreTrainedModel, given: Batch) -> Any:
-    outputs = model(**given)
-    model.to(torch.bfloat16)
-    return outputs
-
-
-def loaded(model: PreTrainedModel, given: Batch) -> Any:
-    outputs = backward(model, given)
-    model.load_state_dict({name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()})
-    return outputs
-
-
-def frozen(model: PreTrainedModel, given: Batch) -> Any:
-    outputs = model.requires_grad_(False)(**given)
+def scaled(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         parameter.data.mul_(2)
-    return outputs
 
 
-ACTS: dict[str, Act] = {
-    "backward": backward,
-    "step": partial(step_with, partial(torch.optim.SGD, lr=0.5)),
-    "fused step": partial(step_with, partial(torch.optim.AdamW, lr=0.5, fused=True)),
-    "weights -= gradients": partial(written_to, lambda p: p.data.sub_(0.5 * p.grad)),
-    "data.mul_": partial(written_to, lambda p: p.data.mul_(3)),
-    "data.copy_": partial(written_to, lambda p: p.data.copy_(torch.ones_like(p))),
-    "data =": partial(written_to, lambda p: setattr(p, "data", p.data * 3)),
-    "add_ under no_grad": partial(written_to, lambda p: p.add_(1)),
-    "collected under no_grad": partial(collected, torch.no_grad),
-    "collected in inference mode": partial(collected, torch.inference_mode),
-    "collected with gradients": partial(collected, torch.enable_grad),
-    "of an earlier call": earlier_call,
-    "accumulated": accumulated,
-    "moved": moved,
-    "moved after the backward": moved_after_the_backward,
-    "cast": cast,
-    "loaded": loaded,
-    "frozen": frozen,
+# what is done to a model while its outputs are held, and no backward has begun: programs compute one after each act
+CHANGES: dict[str, Callable[[PreTrainedModel], object]] = {
+    "moved": lambda model: model.to("cpu"),
+    "cast": lambda model: model.to(torch.bfloat16),
+    "frozen": scaled,
 }
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("act", ACTS)
-def test_logits_are_what_the_forward_computed(act: str, name: str) -> None:
-    ours, model = pair(name)
-    found, expected = (ACTS[act](one, batch(one)) for one in (ours, model))
-    listed = isinstance(expected, list)
-    for one, other in zip(found if listed else [found], expected if listed else [expected], strict=True):
-        assert_close(one.logits, other.logits)
+@pytest.mark.parametrize("change", CHANGES)
+def test_logits_are_what_the_forward_computed(change: str, name: str) -> None:
+    results = []
+    for model in pair(name, "cpu"):
+        outputs = model.requires_grad_(change != "frozen")(**batch(model))
+        CHANGES[change](model)
+        results.append(outputs.logits)
+    assert_close(*results)
 
 
 class Products(TorchDispatchMode):
@@ -280,9 +174,9 @@ ASKS = [
 @pytest.mark.parametrize("ask", ASKS)
 def test_gradients_of_logits_are_ordinary_ones(ask: Callable[[Any], Tensor], name: str) -> None:
     """Those of weights, too, where the act leaves some."""
-    ours, model = pair(name)
+    ours, model = pair(name, "cpu")
     assert_close(*(ask(one(**batch(one))) for one in (ours, model)))
-    assert_same_gradients(ours, model)
+    assert_same_gradients(ours, model, TOLERANCE)
 
 
 def around_the_model(model: PreTrainedModel, given: Batch) -> Tensor:
@@ -306,28 +200,24 @@ SAVED = {
 @pytest.mark.parametrize("how", SAVED)
 def test_hooks_may_look_at_what_is_kept_for_the_backward(how: str, name: str) -> None:
     """They compute logits in the middle of the forward, between two of its steps."""
-    ours, model = pair(name)
+    ours, model = pair(name, "cpu")
     found, expected = (SAVED[how](one, batch(one)) for one in (ours, model))
     assert_close(found, expected)
     found.backward()
     expected.backward()
-    assert_same_gradients(ours, model)
+    assert_same_gradients(ours, model, TOLERANCE)
 
 
 def test_the_report_says_that_a_held_output_was_computed() -> None:
     ours, _ = pair()
 
-    def reason() -> str | None:
-        (row,) = [row for row in kernels_ext_npu.report(ours) if row.kind == "heads"]
-        assert row.swapped
-        return row.reason
-
     ours(**batch(ours)).loss.backward()
-    assert reason() is None
+    assert (head_row(ours).swapped, head_row(ours).reason) == (True, None)
     outputs = ours(**batch(ours))
     assert isinstance(outputs.logits, DeferredLogits)
     outputs.loss.backward()
-    assert "the output was still held when the backward began" in str(reason())
+    assert head_row(ours).swapped
+    assert "the output was still held when the backward began" in str(head_row(ours).reason)
 
 
 def test_logits_of_a_decoder_inside_another_model_are_ordinary_ones() -> None:

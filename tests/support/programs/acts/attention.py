@@ -5,17 +5,23 @@ of them compute the same.
 """
 
 import copy
+import sys
 from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.catalogue import IMPLEMENTATION as NAME
 from kernels_ext_npu.distribution import sources
+from kernels_ext_npu.matching.decorated import original_function
 from tests.support.programs import variants
-from tests.support.programs.acts.heads import show_loss
+from tests.support.programs.acts.calls import show_loss
+from tests.support.programs.acts.modules import drawn, times
 from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side, has_targets
 
@@ -126,3 +132,136 @@ def call_with_packed_sequences(side: Side, choice: Random) -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1]], device=side.device)
     options: dict[str, Any] = {"input_ids": variants.IDS[:1].to(side.device), "labels": None}
     side.show(side.run_text(position_ids=positions, **options).logits)
+
+
+@act(lambda side: names_nothing(side) and not has_targets(side))
+def attend_in_both_directions(side: Side, choice: Random) -> None:
+    """As LLM2Vec does; with a mask of padding transformers goes on with the causal one."""
+    for _, module in side.named("Attention"):
+        module.is_causal = False
+    side.is_altered = True
+
+
+class Packing(PreTrainedModel):
+    """A model that makes the positions of packed sequences for the model inside."""
+
+    _supports_sdpa = _supports_flash_attn = _supports_attention_backend = True
+
+    def __init__(self, inner: PreTrainedModel) -> None:
+        super().__init__(inner.config)
+        self.inner = inner
+
+    def forward(self, input_ids: Tensor, starts: Tensor) -> Any:
+        """Call the model inside; sequences begin where the caller says."""
+        index = torch.arange(input_ids.shape[1], device=input_ids.device)
+        begins = torch.where(starts, index, 0).cummax(-1).values
+        return self.inner(input_ids=input_ids, position_ids=index - begins, use_cache=False)
+
+
+@act()
+def call_from_a_model_that_packs(side: Side, choice: Random) -> None:
+    starts = torch.tensor([[True, False, choice.random() < 0.5, True, False]], device=side.device)
+    side.show(Packing(side.pretrained)(input_ids=variants.IDS[:1].to(side.device), starts=starts).logits)
+
+
+@act(names_nothing)
+def wrap_attention_by_name(side: Side, choice: Random) -> None:
+    """As ms-swift does for all models of the process: whoever names nothing calls the wrapper."""
+    side.is_altered = True
+    entry = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    side.held.setdefault("entry", entry)
+    if side.home != "cpu" or entry.__name__ == "wrapped":  # there is one table, of which the twin takes care
+        return
+
+    def wrapped(module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output, weights = entry(module, query, 1.25 * key, *args, **kwargs)
+        return 1.125 * output, weights
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = wrapped
+    side.cleanups.append(put_sdpa_back)
+
+
+@act(lambda side: "entry" in side.held)
+def take_the_wrapper_away(side: Side, choice: Random) -> None:
+    entry = side.held.pop("entry")
+    if side.home == "cpu":
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = entry
+
+
+def put_sdpa_back() -> None:
+    """Leave the table as transformers has it."""
+    ALL_ATTENTION_FUNCTIONS._local_mapping.pop("sdpa", None)
+    AttentionInterface.register("sdpa", sdpa_attention_forward)
+
+
+# ---- linear attention: its functions, its convolution, and what a cache carries on -----------------------------------
+def mixers(side: Side) -> list[Any]:
+    """Return the modules that compute linear attention."""
+    return [module for _, module in side.named("GatedDeltaNet")]
+
+
+def has_mixers(side: Side) -> bool:
+    """Tell whether there is linear attention."""
+    return bool(mixers(side))
+
+
+acts(
+    has_mixers,
+    change_the_activation_of_a_convolution=lambda side, choice: setattr(
+        choice.choice(mixers(side)), "activation", choice.choice(["silu", "swish", None, "relu", "gelu"])
+    ),
+)
+
+
+@act(has_mixers)
+def replace_a_convolution(side: Side, choice: Random) -> None:
+    """By another one, perhaps with a bias."""
+    mixer = choice.choice(mixers(side))
+    old = mixer.conv1d
+    new = nn.Conv1d(
+        old.in_channels, old.out_channels, old.kernel_size[0], groups=old.groups, padding=old.padding[0],
+        bias=choice.random() < 0.75, device=side.device, dtype=old.weight.dtype,
+    )  # fmt: skip
+    mixer.conv1d = drawn(new, 9, 2)
+
+
+@act(has_mixers)
+def change_how_fast_states_fade(side: Side, choice: Random) -> None:
+    mixer = choice.choice(mixers(side))
+    with torch.no_grad():
+        mixer.A_log.fill_(choice.choice([-2.0, 0.5, 3.0]))
+        mixer.dt_bias.add_(choice.choice([-1.0, 2.0]))
+
+
+FUNCTIONS = (
+    *("causal_conv1d_fn", "causal_conv1d_update", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
+)
+
+
+@act(has_mixers)
+def replace_a_function_of_linear_attention(side: Side, choice: Random) -> None:
+    """In its file, as patches of frameworks do; both sides have one file, which is changed once."""
+    name = choice.choice(FUNCTIONS)
+    module = sys.modules[type(mixers(side)[0]).__module__]
+    before = vars(module)[name]
+    own = original_function(before)
+    if own is None or own.__name__ != name:
+        return
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return times(own(*args, **kwargs))
+
+    setattr(module, name, replaced)
+    side.cleanups.append(lambda: setattr(module, name, before))
+
+
+@act()
+def decode_some_tokens(side: Side, choice: Random) -> None:
+    """One after the other, and two at once, with one cache, which takes no gradients, while a token may take some."""
+    ids = variants.IDS.to(side.device)
+    with torch.no_grad():
+        cache = side.model(input_ids=ids[:, :2], use_cache=True).past_key_values
+    for start, end in ((2, 3), (3, 5), (0, 1)):
+        with torch.set_grad_enabled(choice.random() < 0.5):
+            logits = side.model(input_ids=ids[:, start:end], past_key_values=cache).logits
+    side.show(logits)

@@ -93,3 +93,18 @@ def transpose_experts(side: Side, choice: Random) -> None:
 def name_an_experts_implementation(side: Side, choice: Random) -> None:
     """The twin keeps the one of the modeling file."""
     side.pretrained.set_experts_implementation(choice.choice(["eager", "batched_mm", "grouped_mm"]))
+
+
+def stays_off_the_hub(side: Side) -> bool:
+    """Tell whether a change of the mode does not let transformers take its own kernels from the Hub, as asked.
+
+    Those for the CPU, or, for what was pickled while ours were registered, those for the NPU.
+    """
+    if side.asked and has_others_where_it_is(side):
+        return False
+    return side.is_registered or vars(side.pretrained).get("_use_kernels") is not True
+
+
+def has_others_where_it_is(side: Side) -> bool:
+    """Tell whether transformers has kernels of its own for the device that a model is on."""
+    return side.is_away and side.variant == "experts with clipped SwiGLU"

@@ -1,21 +1,35 @@
-"""Acts on modules: their members, what they are, copies of them."""
+"""Acts on modules: their members, what they are, copies of them, and their activations."""
 
 import copy
 import functools
 import pickle
+from collections.abc import Callable
 from random import Random
 from typing import Any, ClassVar
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers.activations import ACT2FN, SiLUActivation
 
 import kernels_ext_npu
-from tests.support.programs.acts.hooks import drawn, times
-from tests.support.programs.acts.kernels import inner
-from tests.support.programs.acts.linear_attention import has_mixers
-from tests.support.programs.acts.modes import stays_off_the_hub
+from tests.support.programs.acts.kernels import inner, stays_off_the_hub
 from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side
+
+
+def times(result: Any, factor: float = 1.25) -> Any:
+    """Scale what a forward gives or is given, the first of several."""
+    return factor * result if isinstance(result, torch.Tensor) else (factor * result[0], *result[1:])
+
+
+def drawn(module: nn.Module, seed: int, divisor: float = 6) -> nn.Module:
+    """Draw the weights of a new module on the host: each device would draw others."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / divisor)
+    return module
 
 
 @act()
@@ -99,7 +113,7 @@ def _derived(side: Side) -> list[Any]:
     return [module for module in side.model.modules() if type(module) in _Derived.made.values()]
 
 
-_patched: list[tuple[type, Any]] = []  # classes of the process, and what their forwards were
+_patched: list[Callable[[], object]] = []  # what gives classes of the process back what they had
 
 
 @act()
@@ -115,12 +129,34 @@ def change_the_forward_of_a_class(side: Side, choice: Random) -> None:
         return times(original(self, *args, **kwargs), factor)
 
     cls.forward = functools.wraps(original)(patched) if choice.random() < 0.5 else patched
-    _patched.append((cls, original))
+    _patched.append(functools.partial(setattr, cls, "forward", original))
+    side.cleanups.append(_take_patches_back)
+
+
+CALLED = (nn.LayerNorm, nn.Linear, nn.SiLU, SiLUActivation)
+
+
+@act()
+def replace_the_calls_of_a_class(side: Side, choice: Random) -> None:
+    """Of one of torch's, or of all modules, as what watches them does: of some it gives more."""
+    found = {type(module) for module in side.model.modules()}
+    cls = choice.choice([nn.Module, *(each for each in CALLED if each in found)])
+    if side.home != "cpu":
+        return
+    original = cls.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        return times(result) if type(self) in CALLED else result
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(cls, "__call__", call, raising=False)
+    _patched.append(patch.undo)
     side.cleanups.append(_take_patches_back)
 
 
 @act()
-def take_back_the_forward_of_a_class(side: Side, choice: Random) -> None:
+def take_back_a_change_of_a_class(side: Side, choice: Random) -> None:
     """The newest patch, as contexts do."""
     if side.home == "cpu":
         _take_patches_back(1)
@@ -128,8 +164,7 @@ def take_back_the_forward_of_a_class(side: Side, choice: Random) -> None:
 
 def _take_patches_back(number: int | None = None) -> None:
     for _ in range(len(_patched) if number is None else min(number, len(_patched))):
-        cls, forward = _patched.pop()
-        cls.forward = forward  # type: ignore[attr-defined]
+        _patched.pop()()
 
 
 @act()
@@ -172,7 +207,7 @@ def replace_a_norm_by_another_kind(side: Side, choice: Random) -> None:
 
 def _has_equal_layers(side: Side) -> bool:
     """Tell whether there are layers that can stand in each other's places: none that get another mask there."""
-    return len(side.named("DecoderLayer")) > 1 and not has_mixers(side)
+    return len(side.named("DecoderLayer")) > 1 and not side.named("GatedDeltaNet")
 
 
 @act(lambda side: len(side.named("MLP")) > 1)
@@ -237,3 +272,61 @@ def train_a_copy(side: Side, choice: Random) -> None:
         for parameter in other.parameters():
             parameter.mul_(1.5)
     other.train()
+
+
+# ---- activations that are modules of their own -----------------------------------------------------------------------
+NAMES = ("act", "act_fn", "activation_fn")  # in modeling files
+KINDS = ("relu", "gelu_pytorch_tanh", "silu", "gelu", "gelu_new", "gelu_fast", "quick_gelu")
+
+
+def places(side: Side) -> list[tuple[Any, str]]:
+    """Return the modules that have an activation, with its name there."""
+    return [(m, n) for _, m in side.named("") for n in NAMES if isinstance(m._modules.get(n), nn.Module)]
+
+
+def activations(side: Side) -> list[nn.Module]:
+    """Return the activations that are modules."""
+    return [getattr(module, name) for module, name in places(side)]
+
+
+def has_activations(side: Side) -> bool:
+    """Tell whether there are any."""
+    return bool(places(side))
+
+
+@act(has_activations)
+def change_an_activation(side: Side, choice: Random) -> None:
+    module, name = choice.choice(places(side))
+    setattr(module, name, ACT2FN[choice.choice(KINDS)])
+
+
+@act(has_activations)
+def share_an_activation(side: Side, choice: Random) -> None:
+    (module, name), (other, other_name) = choice.choice(places(side)), choice.choice(places(side))
+    setattr(module, name, getattr(other, other_name))
+
+
+def halve(x: Tensor) -> Tensor:
+    """Do something else than any activation."""
+    return 0.5 * x
+
+
+@act(has_activations)
+def call_an_activation(side: Side, choice: Random) -> None:
+    """By itself, with gradients."""
+    x = torch.linspace(-4, 4, 16, device=side.device, requires_grad=True)
+    result = choice.choice(activations(side))(x)
+    if isinstance(result, Tensor) and result.requires_grad:
+        side.show(result)
+        side.show_gradient(torch.autograd.grad(result.sum(), x)[0])
+
+
+@act(has_activations)
+def replace_the_forward_of_an_activation(side: Side, choice: Random) -> None:
+    choice.choice(activations(side)).forward = halve  # type: ignore[method-assign]
+
+
+@act(has_activations, is_ours=True)
+def restore_an_activation(side: Side, choice: Random) -> None:
+    """Alone, without what it is in."""
+    kernels_ext_npu.restore(choice.choice(activations(side)))

@@ -10,8 +10,8 @@ import torch
 from huggingface_hub import load_torch_model, save_torch_model
 from safetensors.torch import load_file, load_model, save_file, save_model
 
-from tests.support.programs.acts.devices import members
-from tests.support.programs.acts.modes import has_others_where_it_is
+from tests.support.programs.acts.kernels import has_others_where_it_is
+from tests.support.programs.acts.weights import members
 from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side
 

@@ -1,12 +1,16 @@
-"""Acts of training: steps of optimizers, with gradients that were made in one way or another."""
+"""Acts of training: steps of optimizers, with gradients that were made in one way or another, and adapters."""
 
 from collections.abc import Callable
 from functools import partial
 from random import Random
+from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.support.programs.registry import act
+from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side
 
 RATE = 2e-3
@@ -67,15 +71,6 @@ WAYS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@act(can_train, computes=True)
-def step_with_another_optimizer(side: Side, choice: Random) -> None:
-    optimizer = WAYS[choice.choice(sorted(WAYS))](trained(side))
-    for _ in range(2):
-        backward(side)
-        optimizer.step()
-    side.model.zero_grad()
-
-
 @act(can_train)
 def keep_an_optimizer(side: Side, choice: Random) -> None:
     side.held["optimizer"] = WAYS[choice.choice(sorted(WAYS))](trained(side))
@@ -98,3 +93,141 @@ def leave_gradients(side: Side, choice: Random) -> None:
     backward(side)
     gradients = [p.grad for _, p in side.parameters() if p.grad is not None]
     side.show_gradient(torch.cat([gradient.detach().cpu().double().flatten() for gradient in gradients]))
+
+
+# ---- frameworks: averages of weights, and steps by weights that are perturbed ----------------------------------------
+def scale(side: Side, factor: float) -> None:
+    """Scale all weights, as `.data` is written by many."""
+    for parameter in side.model.parameters():
+        if parameter.is_floating_point():
+            parameter.data.mul_(factor)
+
+
+@act()
+def go_on_with_averaged_weights(side: Side, choice: Random) -> None:
+    """Stochastic or exponential averages, of a copy that torch makes of the model."""
+    averaged = AveragedModel(side.model, multi_avg_fn=choice.choice([None, get_ema_multi_avg_fn(0.75)]))
+    for factor in (1.125, 0.9375):
+        averaged.update_parameters(side.model)
+        scale(side, factor)
+    with torch.no_grad():
+        side.show(averaged(**side.inputs).logits)
+    side.model = averaged.module
+
+
+@act()
+def evaluate_with_other_weights(side: Side, choice: Random) -> None:
+    """Write averages over the weights through `.data`, and put back what was there; logits are looked at afterwards."""
+    before = [p.data.clone() for p in side.model.parameters()]
+    scale(side, 0.875)
+    with torch.no_grad():  # with gradients, and no backward, logits wait for a look
+        result = side.run()
+    for parameter, data in zip(side.model.parameters(), before):
+        parameter.data.copy_(data)
+    side.show(result.logits)
+
+
+@act(can_train, computes=True)
+def step_by_sam(side: Side, choice: Random) -> None:
+    """By the gradient at weights that were moved uphill, and put back; the first outputs are still held."""
+    parameters = trained(side)
+    side.model.zero_grad()
+    first = side.run()
+    first.loss.backward()
+    before = [p.data.clone() for p in parameters]
+    moved = [p for p in parameters if p.grad is not None]
+    norm = torch.stack([p.grad.float().norm() for p in moved]).norm().clamp(min=1e-12)
+    for parameter in moved:
+        parameter.data.add_((parameter.grad * (0.0625 / norm)).to(parameter.dtype))
+    backward(side)
+    for parameter, data in zip(parameters, before):
+        parameter.data = data if choice.random() < 0.5 else parameter.data.copy_(data)
+    step(side)
+    side.show(first.logits)
+
+
+@act(can_train)
+def step_by_mezo(side: Side, choice: Random) -> None:
+    """By two losses without gradients at weights moved forth and back; the step is of one size for both sides."""
+    seed, held = choice.randrange(2**16), []
+
+    def move(by: float) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in trained(side):
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=by)
+
+    for by in (2.0**-6, -(2.0**-5)):
+        move(by)
+        with torch.no_grad():
+            held.append(side.run())
+    move(2.0**-6 + RATE)
+    for result in held:
+        side.show(result.loss)
+        side.show(result.logits)
+
+
+# ---- LoRA by peft, one or two, on, off, merged and taken away --------------------------------------------------------
+def _targets(side: Side) -> list[str]:
+    """Return the last names of linear layers that nothing else has: a number is the name of blocks, too."""
+    linear = {path.rpartition(".")[2] for path, _ in side.named("Linear")} - {"lm_head", "embed_out", "base_layer"}
+    others = {path.rpartition(".")[2] for path, module in side.named("") if not isinstance(module, nn.Linear)}
+    return sorted(name for name in linear - others if not name.isdigit())
+
+
+def _draw(side: Side) -> None:
+    """Draw weights of adapters on the host: half of them would be zero, and each device draws others."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in side.model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 8)
+
+
+def _adapters(side: Side) -> list[str]:
+    model: Any = side.model
+    return sorted(model.peft_config) if side.is_adapted else []
+
+
+@act(lambda side: not side.is_adapted and bool(_targets(side)))
+def add_an_adapter(side: Side, choice: Random) -> None:
+    targets = _targets(side)
+    chosen = choice.sample(targets, min(3, len(targets)))
+    side.model = get_peft_model(side.model, LoraConfig(r=2, target_modules=chosen, lora_alpha=4))
+    _draw(side)
+
+
+@act(lambda side: len(_adapters(side)) == 1)
+def add_another_adapter(side: Side, choice: Random) -> None:
+    model: Any = side.model
+    model.add_adapter("other", model.peft_config["default"])
+    _draw(side)
+
+
+@act(lambda side: len(_adapters(side)) == 2)
+def delete_an_adapter(side: Side, choice: Random) -> None:
+    model: Any = side.model
+    model.set_adapter("default")
+    model.delete_adapter("other")
+
+
+@act(lambda side: side.is_adapted)
+def call_without_the_adapter(side: Side, choice: Random) -> None:
+    model: Any = side.model
+    with model.disable_adapter():
+        side.show(side.run().logits)
+
+
+@act(lambda side: side.is_adapted)
+def switch_the_adapter(side: Side, choice: Random) -> None:
+    layers: Any = side.model.base_model
+    (layers.disable_adapter_layers if choice.random() < 0.5 else layers.enable_adapter_layers)()
+
+
+acts(
+    lambda side: side.is_adapted,
+    choose_an_adapter=lambda side, choice: side.model.set_adapter(choice.choice(_adapters(side))),
+    merge_the_adapter=lambda side, choice: side.model.merge_adapter(),
+    unmerge_the_adapter=lambda side, choice: side.model.unmerge_adapter(),
+    unload_the_adapter=lambda side, choice: side.model.unload(),
+)
+acts(lambda side: side.is_adapted, computes=True, merge_and_unload=lambda side, choice: side.model.merge_and_unload())

@@ -1,5 +1,8 @@
-"""Acts on the head and the loss: what they are, which labels a call is given, and when somebody looks at logits."""
+"""Acts that call a model: in a mode, for a loss of a head, and for outputs that are kept."""
 
+import copy
+import gc
+from contextlib import nullcontext
 from random import Random
 from typing import Any
 
@@ -9,11 +12,82 @@ from torch.nn import functional as F
 from transformers.trainer_pt_utils import LabelSmoother
 
 from tests.support.programs import variants
-from tests.support.programs.acts.hooks import drawn
+from tests.support.programs.acts.kernels import stays_off_the_hub
+from tests.support.programs.acts.modules import drawn
 from tests.support.programs.acts.training import can_train, trained
 from tests.support.programs.registry import act, acts
-from tests.support.programs.side import Side
+from tests.support.programs.side import Kept, Side
 
+acts(
+    stays_off_the_hub,
+    train=lambda side, choice: side.model.train(),
+    evaluate=lambda side, choice: side.model.eval(),
+)
+acts(
+    switch_checkpointing_on=lambda side, choice: side.pretrained.gradient_checkpointing_enable(
+        {"use_reentrant": False}
+    ),
+    switch_checkpointing_off=lambda side, choice: side.pretrained.gradient_checkpointing_disable(),
+)
+
+
+@act()
+def train_a_part(side: Side, choice: Random) -> None:
+    _, module = choice.choice(side.named("DecoderLayer", "MLP", "Norm", "Layer", "Block", "Mlp", "DeltaNet"))
+    module.train(choice.random() < 0.5)
+
+
+@act()
+def call_without_gradients(side: Side, choice: Random) -> None:
+    with choice.choice([torch.no_grad, torch.inference_mode])():
+        side.show(side.run().logits)
+
+
+@act()
+def call_with_autocast(side: Side, choice: Random) -> None:
+    with torch.autocast(side.device.type, dtype=torch.bfloat16):
+        side.show(side.run().logits, torch.bfloat16)
+
+
+@act()
+def call_with_other_weights(side: Side, choice: Random) -> None:
+    """torch.func.functional_call with weights that the model does not have."""
+    weights = {name: p.detach() * 1.125 for name, p in side.parameters()}
+    side.show(torch.func.functional_call(side.model, weights, (), side.inputs).logits)
+
+
+@act(lambda side: side.variant == "pictures")
+def call_without_a_picture(side: Side, choice: Random) -> None:
+    result = side.run_text()
+    side.show(result.loss)
+    side.show(result.logits)
+
+
+@act()
+def call_with_embeddings(side: Side, choice: Random) -> None:
+    """In the place of ids, as adapters of prompts do."""
+    embedded = 1.125 * side.pretrained.get_input_embeddings()(side.inputs["input_ids"])
+    side.show(side.run_text(input_ids=None, inputs_embeds=embedded).logits)
+
+
+@act()
+def call_the_model_below_the_head(side: Side, choice: Random) -> None:
+    given = {key: value for key, value in side.inputs.items() if key != "labels"}
+    with torch.no_grad():
+        side.show(side.pretrained.base_model(**given).last_hidden_state)
+
+
+@act()
+def generate(side: Side, choice: Random) -> None:
+    ids = variants.IDS.to(side.device)
+    found = side.model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    side.show(found.logits[0])
+
+
+# ---- the head and the loss: what they are, which labels there are, and when somebody looks at logits -----------------
 LEFT_OUT = -100
 
 
@@ -156,3 +230,44 @@ def smooth_labels(side: Side, choice: Random) -> None:
 def make_the_vocabulary_smaller(side: Side, choice: Random) -> None:
     words = side.pretrained.get_input_embeddings().weight.shape[0]
     side.pretrained.resize_token_embeddings(max(words - 1, variants.PICTURE + 1))
+
+
+# ---- outputs that the user keeps: whatever has happened since, they are what the forward computed --------------------
+@act(lambda side: not side.has_steps)
+def keep_outputs(side: Side, choice: Random) -> None:
+    """Of a call with labels; logits are those of one without. The loss runs backward now, perhaps later, or never."""
+    with choice.choice([torch.no_grad, torch.inference_mode, nullcontext, nullcontext])():
+        logits = side.run(labels=None).logits.detach().clone()
+        outputs = side.run(output_hidden_states=True)
+    states = outputs.get("hidden_states") or outputs.get("decoder_hidden_states") or ()
+    side.kept.append(Kept(outputs, logits, [state.detach().clone() for state in states]))
+    if choice.random() < 0.5 and outputs.loss.requires_grad:
+        outputs.loss.backward()
+        side.model.zero_grad()
+
+
+@act(lambda side: bool(side.kept))
+def look_at_kept_outputs(side: Side, choice: Random) -> None:
+    """The newest, and often all of them."""
+    for outputs, logits, states in [side.kept.pop()] if choice.random() < 0.5 else side.kept:
+        limit = 2.0**-16 if logits.dtype == torch.float32 else 2.0**-7  # sums in another order
+        assert (outputs.logits.detach() - logits).norm() <= limit * logits.norm(), "logits that were kept"
+        for found, expected in zip(outputs.get("hidden_states") or outputs.get("decoder_hidden_states") or (), states):
+            assert torch.equal(found, expected), "hidden states that were kept"
+
+
+@act(lambda side: bool(side.kept))
+def go_backward_from_kept_outputs(side: Side, choice: Random) -> None:
+    """From the newest, or all at once, where no weight was changed since: torch refuses it for both then."""
+    kept = side.kept[-1:] if choice.random() < 0.5 else side.kept
+    losses = [each.outputs.loss for each in kept if each.outputs.loss.requires_grad]
+    if losses:
+        sum(losses).backward()
+        side.model.zero_grad()
+
+
+@act(lambda side: bool(side.kept))
+def keep_only_the_outputs(side: Side, choice: Random) -> None:
+    """The model that has computed them goes away; a copy goes on."""
+    side.model = copy.deepcopy(side.model)
+    gc.collect()

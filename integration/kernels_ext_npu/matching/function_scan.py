@@ -5,18 +5,15 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
-
-from torch import nn
 
 from kernels_ext_npu.catalogue import Kind
 from kernels_ext_npu.matching.classification import names, of_function
 from kernels_ext_npu.matching.decorated import cells, original_function
 
 _NOT_MODELS = re.compile(r"(torch|torch_npu|kernels|transformers(?!\.models))(\.|$)")
-
-_uses: dict[type, tuple[Use, ...]] = {}
 
 
 class Use(NamedTuple):
@@ -32,14 +29,9 @@ class Use(NamedTuple):
         return vars(sys.modules[self.file]).get(self.name)
 
 
-def uses(cls: type[nn.Module]) -> tuple[Use, ...]:
+@cache
+def uses(cls: type) -> tuple[Use, ...]:
     """Return the functions that a class calls, itself or by functions of its file, and that may be served."""
-    if cls not in _uses:
-        _uses[cls] = _find_uses(cls)
-    return _uses[cls]
-
-
-def _find_uses(cls: type[nn.Module]) -> tuple[Use, ...]:
     found: dict[Use, None] = {}
     bases = [base for base in cls.__mro__ if not _NOT_MODELS.match(base.__module__)]
     waiting = list(dict.fromkeys([function for base in bases for function in _functions(vars(base).values())]))

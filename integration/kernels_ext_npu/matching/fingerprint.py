@@ -4,8 +4,9 @@ Compared is the function together with the methods of its class and the function
 docstrings, annotations, the names of local variables and of helpers, and a name for what could be returned at once.
 Attributes, constants, the order of operations and the objects behind global names all count; of a
 torch.autograd.Function its forward and backward do. So do the names of the parameters, by which callers may give them,
-but for those of a forward. What a decorator does is not in the tree: only functions under those that decorated.py sees
-through match, where both sides have them. transformers' decorator of experts says itself what a class computes.
+but for those of a forward. Some methods do not, of which conditions on instances tell more. What a decorator does is
+not in the tree: only functions under those that decorated.py sees through match, where both sides have them.
+transformers' decorator of experts says itself what a class computes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kernels_ext_npu.matching.decorated import cells, decorators_of, original_function, undecorated
 from kernels_ext_npu.matching.source_tree import function_tree
+
+# methods that are not compared: instances are asked what they do, or are served where they do not call them
+_NOT_COMPARED = {"recomposition_frequencies", "_gaussian_topk", "apply_group_scoring"}
 
 
 def fingerprint(what: object) -> str | None:
@@ -109,7 +113,8 @@ def _normalised(tree: ast.FunctionDef, function: FunctionType, cls: type | None,
             value = function.__globals__.get(node.id)
             value = value if getattr(value, "__module__", None) == function.__module__ else None
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == receiver:
-            value = None if node.attr in vars(nn.Module) else inspect.getattr_static(cls, node.attr, None)
+            is_compared = node.attr not in _NOT_COMPARED and node.attr not in vars(nn.Module)
+            value = inspect.getattr_static(cls, node.attr, None) if is_compared else None
         return value if isinstance(value, FunctionType) else None
 
     numbers: dict[str, str] = {}

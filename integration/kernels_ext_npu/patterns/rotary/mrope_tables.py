@@ -105,19 +105,24 @@ _MUSE_SPARK = variant("MuseSparkVisionRotaryEmbedding", _PATCHES, _CAST_BY_NAME)
 
 def _refuse(table: Any) -> str | None:
     """Say of a table that does more than choose that it does: the kernel asks it of angles, in place of cos and sin."""
+    try:
+        chooses = _chooses(table)
+    except Exception:  # it wants something else than what it is asked of here
+        return "its recomposition_frequencies cannot be asked what it chooses"
+    return None if chooses else "its recomposition_frequencies does more than choose"
+
+
+def _chooses(table: Any) -> bool:
     compose, rope_type = table.recomposition_frequencies, getattr(table, "rope_type", None)
     takes_type = len(inspect.signature(compose).parameters) > 1
     with _disable_current_modes(), torch.no_grad():  # with fake tensors there would be no values
         for layer_type, shape in product(rope_type if isinstance(rope_type, dict) else [None], _SHAPES):
             count = getattr(table, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq").shape[-1]
             x = torch.arange(math.prod(shape) * count, dtype=torch.float32, device="cpu").view(*shape, count)
-            try:
-                chosen, of_others = (compose(given, *[layer_type] * takes_type) for given in (x.clone(), _other(x)))
-            except Exception:  # it wants something else than these
-                return "its recomposition_frequencies cannot be asked what it chooses"
+            chosen, of_others = (compose(given, *[layer_type] * takes_type) for given in (x.clone(), _other(x)))
             if not torch.equal(_other(chosen), of_others):
-                return "its recomposition_frequencies does more than choose"
-    return None
+                return False
+    return True
 
 
 def _other(x: Tensor) -> Tensor:

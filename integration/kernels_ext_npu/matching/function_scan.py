@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -29,8 +29,7 @@ class Use(NamedTuple):
         return vars(sys.modules[self.file]).get(self.name)
 
 
-@cache
-def uses(cls: type) -> tuple[Use, ...]:
+def _find_uses(cls: type) -> tuple[Use, ...]:
     """Return the functions that a class calls, itself or by functions of its file, and that may be served."""
     found: dict[Use, None] = {}
     bases = [base for base in cls.__mro__ if not _NOT_MODELS.match(base.__module__)]
@@ -49,6 +48,9 @@ def uses(cls: type) -> tuple[Use, ...]:
             elif original.__module__ == function.__module__ and original not in waiting:
                 waiting.append(original)
     return tuple(found)
+
+
+uses: Callable[[type], tuple[Use, ...]] = cache(_find_uses)
 
 
 def _functions(values: Any) -> Iterator[FunctionType]:

@@ -185,7 +185,8 @@ def of_function(name: str, function: object) -> Kind | None:
     if not _ROTATING_NAMES.search(name) and not [callee for callee in used if callee.startswith("rotate")]:
         return None
     # one that leaves the rotation to a function that has a kernel does not rotate
-    return None if any(find_pattern(original.__globals__.get(callee)) for callee in used) else catalogue.ROTARY
+    called = (value for name, value in original.__globals__.items() if name in used and not isinstance(value, type))
+    return None if any(map(find_pattern, called)) else catalogue.ROTARY
 
 
 def names(function: Any) -> AbstractSet[str]:

@@ -25,8 +25,9 @@ class Use(NamedTuple):
 
     @property
     def function(self) -> Any:
-        """What stands in the file under the name: the function, or the module that `kernels` made of it."""
-        return vars(sys.modules[self.file]).get(self.name)
+        """What stands in the file under the name: the function, or the module that `kernels` made of it; no class."""
+        found = vars(sys.modules[self.file]).get(self.name)
+        return None if isinstance(found, type) else found
 
 
 def _find_uses(cls: type) -> tuple[Use, ...]:

@@ -35,7 +35,7 @@ EVERY_MARK = """
 import sys
 import softnpu, json
 sys.path.append(sys.argv[1])
-from kernels_ext_npu.matching.lookup import find_function_pattern, find_pattern
+from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.matching.decorated import is_kernel_function
 from tests.support.transformers_files import modeling_files, module_classes
 from transformers.integrations.hub_kernels import get_kernel_mapping_transformers
@@ -50,7 +50,7 @@ for module in modeling_files():
     for name, value in vars(module).items():
         mark = getattr(type(value), "kernel_layer_name", None) if is_kernel_function(value) else None
         if mark in found and f"use_kernelized_func({name})" in open(module.__file__).read():
-            reference = find_function_pattern(value)
+            reference = find_pattern(value)
             found[mark].add(reference.layers[0] if reference else f"{module.__name__}.{name}")
 print(json.dumps({name: sorted(layers) for name, layers in found.items()}))
 """

@@ -1,6 +1,7 @@
 """Every rotary embedding of transformers that is served: the values of its own forward to the bit, fewer launches."""
 
 import copy
+from importlib import import_module
 from types import ModuleType
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 
 import kernels_ext_npu
 import softnpu
@@ -23,13 +25,22 @@ BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 POSITIONS = torch.stack((torch.arange(7), torch.tensor([0, 0, 0, 5, 6, 4095, 131071])))
 PATCHES = torch.stack((torch.arange(35) // 7, torch.arange(35) % 7), -1)
 TABLES = (*rope_tables.PATTERNS, *mrope_tables.PATTERNS)
+# of transformers, one for each way to choose what belongs to a frequency
+COMPOSED = """
+    cohere_compass.CohereCompassRotaryEmbedding ernie4_5_vl_moe.Ernie4_5_VLMoeTextRotaryEmbedding
+    gemma4.Gemma4VisionRotaryEmbedding glm4v.Glm4vTextRotaryEmbedding glm4v_moe.Glm4vMoeTextRotaryEmbedding
+    hunyuan_vl.HunYuanVLRotaryEmbedding kimi_k25.Kimi_K25VisionRotaryEmbedding
+    minimax_m3_vl.MiniMaxM3VLVisionRotaryEmbedding neomme.NeoMMERotaryEmbedding pixtral.PixtralVisionRotaryEmbedding
+    qwen2_5_vl.Qwen2_5_VLRotaryEmbedding qwen3_vl.Qwen3VLTextRotaryEmbedding qwen3_vl.Qwen3VLVisionRotaryEmbedding
+    sam2_video.Sam2VideoVisionRotaryEmbedding step3p7.Step3p7VisionRotaryEmbedding
+"""
 
 
 def positions_of(cls: type[nn.Module], positions: Tensor) -> Tensor:
     """Positions of the dimensions that a table has: a row of them for each, or two numbers for each patch."""
     reference = find_pattern(cls)
     if "OfPatches" in reference.layers[0]:
-        return PATCHES.expand(2, -1, -1) if reference.original.__name__ == "Gemma4VisionRotaryEmbedding" else PATCHES
+        return PATCHES.expand(2, -1, -1) if cls.__name__ == "Gemma4VisionRotaryEmbedding" else PATCHES
     if reference not in mrope_tables.PATTERNS:
         return positions
     dimensions = {"RotaryEmbeddingComposedBySections": 4, "RotaryEmbeddingOfRowsByType": 2}
@@ -38,6 +49,11 @@ def positions_of(cls: type[nn.Module], positions: Tensor) -> Tensor:
 
 def instance(cls: type[nn.Module], rope_type: str = "default", scaling: float = 1.0) -> nn.Module:
     return embedding(cls, "ByType" in find_pattern(cls).layers[0], rope_type, scaling)
+
+
+def composed() -> list[type[nn.Module]]:
+    named = [name.split(".") for name in COMPOSED.split()]
+    return [getattr(import_module(f"transformers.models.{file}.modeling_{file}"), name) for file, name in named]
 
 
 def calls(module: nn.Module) -> list[tuple[str, ...]]:
@@ -55,9 +71,9 @@ def kernelized(module: nn.Module) -> tuple[nn.Module, kernels_ext_npu.Row]:
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, torch.float16])
 @pytest.mark.parametrize("positions", [POSITIONS, POSITIONS[:1], POSITIONS[1:, 4:5]], ids=["rows", "one row", "decode"])
 def test_values_are_those_of_its_own_forward_to_the_bit(subtests, positions: Tensor, dtype, scaling: float) -> None:
-    """Of the references; which classes these stand for is what matching is about."""
+    """Of the references; which classes these stand for is what matching is about, but for what a class chooses."""
     x, rows = torch.zeros(2, 7, 24, dtype=dtype, device="npu"), positions
-    for cls in (table.original for table in TABLES):
+    for cls in (*(table.original for table in TABLES), *composed()):
         with subtests.test(cls.__name__):
             original, positions = instance(cls, scaling=scaling).to("npu"), positions_of(cls, rows).npu()
             swapped, row = kernelized(original)
@@ -197,3 +213,42 @@ def test_an_instance_whose_rope_types_contradict_its_forward_is_refused() -> Non
         _, row = kernelized(module)
         assert row.reason.startswith("its rope type is ")
         assert not row.is_candidate
+
+
+# what else a method may do with cos and sin, which it cannot with angles
+COMPUTED = {
+    "scales": lambda self, freq: 2 * freq[0].repeat(1, 1, 2),
+    "adds": lambda self, freq: (freq[0] + freq[1]).repeat(1, 1, 2),
+    "averages": lambda self, freq: freq.mean(0).repeat(1, 1, 2),
+    "turns": lambda self, freq: torch.cat([-freq[0], freq[1]], dim=-1),
+    "compares": lambda self, freq: freq.amax(0).repeat(1, 1, 2),
+    "leaves out": lambda self, freq: torch.cat([freq[0], torch.zeros_like(freq[1])], dim=-1),
+}
+
+
+def test_any_way_to_choose_is_served() -> None:
+    def compose(self, freq: Tensor) -> Tensor:
+        return torch.cat([freq[2], freq[0].flip(-1)], dim=-1)
+
+    cls = type("Reversed", (Qwen2_5_VLRotaryEmbedding,), {"recomposition_frequencies": compose})
+    original = instance(cls).to("npu")
+    swapped, row = kernelized(original)
+    assert row.swapped
+    x, positions = torch.zeros(2, 7, 24, device="npu"), positions_of(cls, POSITIONS).npu()
+    for a, b in zip(swapped(x, positions), original(x, positions), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("compute", COMPUTED.values(), ids=COMPUTED)
+def test_what_does_more_than_choose_is_not(compute) -> None:
+    cls = type("Computed", (Qwen2_5_VLRotaryEmbedding,), {"recomposition_frequencies": compute})
+    _, row = kernelized(instance(cls))
+    assert (row.swapped, row.reason) == (False, "its recomposition_frequencies does more than choose")
+
+
+def test_what_cannot_be_asked_is_not_served() -> None:
+    cls = type(
+        "Strict", (Qwen2_5_VLRotaryEmbedding,), {"recomposition_frequencies": lambda self, freq: freq[:3, :, :, 17]}
+    )
+    _, row = kernelized(instance(cls))
+    assert row.reason == "its recomposition_frequencies cannot be asked what it chooses"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import softnpu
 from kernels_ext_npu.matching.decorated import original_function
-from kernels_ext_npu.matching.lookup import find_function_pattern
+from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
@@ -29,7 +29,7 @@ DTYPES = [(BFLOAT16, BFLOAT16), (BFLOAT16, FLOAT32), (FLOAT32, BFLOAT16)]
 def served() -> list[tuple[str, Callable, Pattern]]:
     """The functions of transformers, of those written alike one, and the references: one is of earlier releases."""
     differing = {code(original_function(f)): (name, f) for name, f in rotary_functions().items()}
-    found = [(name, original_function(f), find_function_pattern(f)) for name, f in differing.values()]
+    found = [(name, original_function(f), find_pattern(f)) for name, f in differing.values()]
     own = [(reference.original.__name__, reference.original, reference) for reference in PATTERNS]
     return [(name, function, reference) for name, function, reference in (*found, *own) if reference is not None]
 

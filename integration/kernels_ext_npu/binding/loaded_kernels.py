@@ -59,13 +59,9 @@ def owner_of(module: nn.Module) -> str | None:
     return getattr(getattr(vars(module).get("forward"), "__func__", None), OWNER, None)
 
 
-def put(module: nn.Module, forward: FunctionType, owner: str) -> None:
-    """Give a module a forward, marked with whose it is, unless it has one of that owner."""
-    if owner_of(module) != owner:
+def set_forward(module: nn.Module, forward: FunctionType | None, owner: str) -> None:
+    """Give a module a forward, marked with whose it is, where nobody has; without one take out that of the owner."""
+    if forward is not None and "forward" not in vars(module):
         module.forward = MethodType(marked(forward, owner), module)  # type: ignore[method-assign]
-
-
-def take_out(module: nn.Module, owner: str) -> None:
-    """Give a module the forward of its class, if it has one of an owner."""
-    if owner_of(module) == owner:
+    elif forward is None and owner_of(module) == owner:
         del module.forward

@@ -17,9 +17,8 @@ class WhileRegistered:
     """
 
     def __init__(self, was_asked: bool) -> None:
-        self.was_asked = (
-            was_asked  # whether the user has said ``use_kernels=True``; a pickle of the model says it again
-        )
+        # whether the user has said ``use_kernels=True``; a pickle of the model says it again
+        self.was_asked = was_asked
 
     def __bool__(self) -> bool:
         return registration.current is not None

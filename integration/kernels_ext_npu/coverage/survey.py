@@ -29,7 +29,7 @@ from kernels_ext_npu.catalogue import ATTENTION, IMPLEMENTATION, INDEXERS, ROTAR
 from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.matching.decorated import original_function
-from kernels_ext_npu.matching.lookup import find_function_pattern, find_pattern
+from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.reasons import Reason
 
 UNNAMED = "what its config names"  # for parts that have no default
@@ -174,7 +174,7 @@ def entries(module: ModuleType) -> Iterator[Entry]:
             name = f"{cls.__name__}.{method}"
             yield Entry(ROTARY.name, name, file, None, classification.reason(ROTARY, f"{file}:{name}"))
     for name, function, kind in functions_of(module):
-        found = find_function_pattern(function)
+        found = find_pattern(function)
         reason = None if found else classification.reason(kind, f"{file}:{name}")
         yield Entry(kind.name, name, file, found.layers[0] if found else None, reason)
 
@@ -200,11 +200,12 @@ def functions_of(module: ModuleType) -> Iterator[tuple[str, object, Kind]]:
     them.
     """
     named = {n: value for n, value in vars(module).items() if _is_defined_in(original_function(value), module)}
-    served = {name for name, value in named.items() if find_function_pattern(value) is not None}
+    served = {name for name, value in named.items() if find_pattern(value) is not None}
     inside = set().union(*(classification.names(original_function(named[name])) for name in served))
     for name, value in named.items():
         kind = classification.of_function(name, value)
-        if kind is not None and (name in served or (name not in inside and not classification.is_helper(name))):
+        is_part = name in inside or name.startswith(classification.HELPERS)
+        if kind is not None and (name in served or not is_part):
             yield name, value, kind
 
 

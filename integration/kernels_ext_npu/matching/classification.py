@@ -23,7 +23,7 @@ from kernels_ext_npu.catalogue import KIND_OF_LAYER, Kind
 from kernels_ext_npu.matching.decorated import is_kernel_function, original_function
 from kernels_ext_npu.matching.fingerprint import computes_as
 from kernels_ext_npu.matching.indexer_scan import chooser
-from kernels_ext_npu.matching.lookup import find_function_pattern, find_pattern
+from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.matching.source_tree import function_tree
 from kernels_ext_npu.reasons import Reason
 
@@ -60,7 +60,7 @@ _ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: 
 _ACTIVATIONS = re.compile(r"act|silu|gelu|swish")
 _METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
 _ROTATING_NAMES = re.compile("rotary|rope|rotate")
-_HELPERS = ("rotate_half", "rotate_every_two", "rotate_pairwise")
+HELPERS = ("rotate_half", "rotate_every_two", "rotate_pairwise")  # of those that rotate: no model calls them
 # what transformers calls the functions of linear attention and state space models in its table of kernels
 _LINEAR_NAMES = re.compile(r"(causal_conv1d|mamba|selective)_\w+|(chunk|fused_recurrent)_(gated_delta_rule|kda)")
 _ATTENTION_BY_NAME = {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"}
@@ -174,7 +174,7 @@ def of_function(name: str, function: object) -> Kind | None:
     original = original_function(function)
     if original is None:
         return None
-    if (pattern := find_function_pattern(function)) is not None:
+    if (pattern := find_pattern(function)) is not None:
         return pattern.kind
     if is_kernel_function(function):
         layer = type(function).kernel_layer_name  # type: ignore[attr-defined]
@@ -185,12 +185,8 @@ def of_function(name: str, function: object) -> Kind | None:
     if not _ROTATING_NAMES.search(name) and not [callee for callee in used if callee.startswith("rotate")]:
         return None
     # one that leaves the rotation to a function that has a kernel does not rotate
-    return None if any(find_function_pattern(original.__globals__.get(callee)) for callee in used) else catalogue.ROTARY
-
-
-def is_helper(name: str) -> bool:
-    """Tell by its name whether a function is part of those that rotate, and not one that a model calls."""
-    return name.startswith(_HELPERS)
+    called = (value for name, value in original.__globals__.items() if name in used and not isinstance(value, type))
+    return None if any(map(find_pattern, called)) else catalogue.ROTARY
 
 
 def names(function: Any) -> AbstractSet[str]:

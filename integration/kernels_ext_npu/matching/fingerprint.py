@@ -4,8 +4,9 @@ Compared is the function together with the methods of its class and the function
 docstrings, annotations, the names of local variables and of helpers, and a name for what could be returned at once.
 Attributes, constants, the order of operations and the objects behind global names all count; of a
 torch.autograd.Function its forward and backward do. So do the names of the parameters, by which callers may give them,
-but for those of a forward. What a decorator does is not in the tree: only functions under those that decorated.py sees
-through match, where both sides have them. transformers' decorator of experts says itself what a class computes.
+but for those of a forward. Some methods do not, of which conditions on instances tell more. What a decorator does is
+not in the tree: only functions under those that decorated.py sees through match, where both sides have them.
+transformers' decorator of experts says itself what a class computes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import ast
 import inspect
 from functools import cache
 from types import FunctionType, ModuleType
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,34 +23,31 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from kernels_ext_npu.matching.decorated import cells, decorators_of, original_function, undecorated
 from kernels_ext_npu.matching.source_tree import function_tree
 
+# methods that are not compared: instances are asked what they do, or are served where they do not call them
+_NOT_COMPARED = {"recomposition_frequencies", "_gaussian_topk", "apply_group_scoring"}
 
-def fingerprint(cls: type) -> str | None:
-    """Return a text that is equal for classes whose forwards do the same in the same words.
+
+def fingerprint(what: object) -> str | None:
+    """Return a text that is equal for classes whose forwards, and for functions that do the same in the same words.
 
     It is None if the source cannot be read.
     """
-    if is_experts_class(cls):
+    if not isinstance(what, type):
+        original = original_function(what)
+        return None if original is None else _fingerprint(original, decorators_of(what))
+    if is_experts_class(what):
         return "use_experts_implementation"
-    forward = getattr(cls, "forward", None)
-    return _fingerprint(forward, cls=cls) if isinstance(forward, FunctionType) else None
+    forward = getattr(what, "forward", None)
+    return _fingerprint(forward, cls=what) if isinstance(forward, FunctionType) else None
 
 
-def function_fingerprint(function: object) -> str | None:
-    """Return a text that is equal for functions that do the same in the same words.
-
-    It is None if the source cannot be read.
-    """
-    original = original_function(function)
-    return None if original is None else _fingerprint(original, decorators_of(function))
-
-
-def computes_as(cls: type, *others: type) -> bool:
-    """Tell whether the forward of a class does what that of one of the others does.
+def computes_as(what: object, *others: object) -> bool:
+    """Tell whether the forward of a class, or a function, does what that of one of the others does.
 
     Example: an expert in a list may be of any class whose forward is ``LlamaMLP``'s.
     """
-    alike = [other for other in others if words(other) == words(cls)]
-    return any(fingerprint(other) == fingerprint(cls) is not None for other in alike)
+    alike = [other for other in others if words(other) == words(what)]
+    return any(fingerprint(other) == fingerprint(what) is not None for other in alike)
 
 
 def is_experts_class(cls: type) -> bool:
@@ -66,17 +63,19 @@ def is_experts_class(cls: type) -> bool:
     return cells(forward)["experts_interface"] is ALL_EXPERTS_FUNCTIONS
 
 
-def words(cls: type) -> tuple[str, ...]:
-    """Return the attributes and global names in the byte code of a forward.
+def words(what: object) -> tuple[str, ...]:
+    """Return the attributes and global names in the byte code of a forward or a function.
 
-    They are equal where the trees are, and known without reading the source, which takes far longer.
+    They are equal where the trees are, and known without reading the source, which takes far longer. The names of
+    functions of its file, which do not count, are not among them.
     """
-    forward = getattr(cls, "forward", None)
-    return function_words(undecorated(forward)[0]) if isinstance(forward, FunctionType) else ()
-
-
-def function_words(function: Any) -> tuple[str, ...]:
-    """Return the same for a function. The names of functions of its file, which do not count, are not among them."""
+    if isinstance(what, type):
+        forward = getattr(what, "forward", None)
+        function = undecorated(forward)[0] if isinstance(forward, FunctionType) else None
+    else:
+        function = original_function(what)
+    if function is None:
+        return ()
     known = [(name, function.__globals__.get(name)) for name in function.__code__.co_names]
     return tuple([n for n, v in known if not isinstance(v, FunctionType) or v.__module__ != function.__module__])
 
@@ -114,7 +113,8 @@ def _normalised(tree: ast.FunctionDef, function: FunctionType, cls: type | None,
             value = function.__globals__.get(node.id)
             value = value if getattr(value, "__module__", None) == function.__module__ else None
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == receiver:
-            value = None if node.attr in vars(nn.Module) else inspect.getattr_static(cls, node.attr, None)
+            is_compared = node.attr not in _NOT_COMPARED and node.attr not in vars(nn.Module)
+            value = inspect.getattr_static(cls, node.attr, None) if is_compared else None
         return value if isinstance(value, FunctionType) else None
 
     numbers: dict[str, str] = {}
@@ -143,7 +143,7 @@ def _describe(value: object) -> str:
     if isinstance(value, FunctionType):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, type) and issubclass(value, torch.autograd.Function):
-        return f"{function_fingerprint(value.forward)} {function_fingerprint(value.backward)}"
+        return f"{fingerprint(value.forward)} {fingerprint(value.backward)}"
     if isinstance(value, (int, float, str)):
         return repr(value)
     return f"{type(value).__module__}.{type(value).__qualname__}"

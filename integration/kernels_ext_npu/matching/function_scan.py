@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
-
-from torch import nn
 
 from kernels_ext_npu.catalogue import Kind
 from kernels_ext_npu.matching.classification import names, of_function
 from kernels_ext_npu.matching.decorated import cells, original_function
 
 _NOT_MODELS = re.compile(r"(torch|torch_npu|kernels|transformers(?!\.models))(\.|$)")
-
-_uses: dict[type, tuple[Use, ...]] = {}
 
 
 class Use(NamedTuple):
@@ -28,18 +25,13 @@ class Use(NamedTuple):
 
     @property
     def function(self) -> Any:
-        """What stands in the file under the name: the function, or the module that `kernels` made of it."""
-        return vars(sys.modules[self.file]).get(self.name)
+        """What stands in the file under the name: the function, or the module that `kernels` made of it; no class."""
+        found = vars(sys.modules[self.file]).get(self.name)
+        return None if isinstance(found, type) else found
 
 
-def uses(cls: type[nn.Module]) -> tuple[Use, ...]:
+def _find_uses(cls: type) -> tuple[Use, ...]:
     """Return the functions that a class calls, itself or by functions of its file, and that may be served."""
-    if cls not in _uses:
-        _uses[cls] = _find_uses(cls)
-    return _uses[cls]
-
-
-def _find_uses(cls: type[nn.Module]) -> tuple[Use, ...]:
     found: dict[Use, None] = {}
     bases = [base for base in cls.__mro__ if not _NOT_MODELS.match(base.__module__)]
     waiting = list(dict.fromkeys([function for base in bases for function in _functions(vars(base).values())]))
@@ -57,6 +49,9 @@ def _find_uses(cls: type[nn.Module]) -> tuple[Use, ...]:
             elif original.__module__ == function.__module__ and original not in waiting:
                 waiting.append(original)
     return tuple(found)
+
+
+uses: Callable[[type], tuple[Use, ...]] = cache(_find_uses)
 
 
 def _functions(values: Any) -> Iterator[FunctionType]:

@@ -4,38 +4,31 @@ from __future__ import annotations
 
 from functools import cache
 from types import FunctionType
+from typing import Any
 
 from torch import nn
 
 from kernels_ext_npu.matching.decorated import original_function, package_function
-from kernels_ext_npu.matching.fingerprint import computes_as, function_fingerprint, function_words, words
+from kernels_ext_npu.matching.fingerprint import computes_as, words
 from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.patterns.pattern import Pattern
 
-_found: dict[tuple[type, object], Pattern | None] = {}  # by class and forward: other libraries replace forwards
-_found_functions: dict[FunctionType, Pattern | None] = {}
+_found: dict[object, Pattern | None] = {}  # by class and forward, since other libraries replace these; by function
 
 
-def find_pattern(cls: type) -> Pattern | None:
-    """Find the pattern that computes what ``cls`` computes; None if there is none."""
-    key = cls, getattr(cls, "forward", None)
-    if key not in _found:
-        alike = _by_words(type).get(words(cls), ())
-        _found[key] = next((pattern for pattern in alike if computes_as(cls, pattern.original)), None)
-    return _found[key]
+def find_pattern(what: object) -> Pattern | None:
+    """Find the pattern that computes what a class computes, or a function, or the module that `kernels` made of one.
 
-
-def find_function_pattern(function: object) -> Pattern | None:
-    """Find the pattern of a function, or of the module that `kernels` made of one; None of anything else."""
-    original = original_function(function)
-    if original is None:
+    It is None if there is none, and for anything else.
+    """
+    key: Any = (what, getattr(what, "forward", None)) if isinstance(what, type) else original_function(what)
+    if key is None:
         return None
-    if original not in _found_functions:
-        alike = [p for p in _by_words(FunctionType).get(function_words(original), ()) if _is_beside(original, p)]
-        own = function_fingerprint(function) if alike else None
-        found = (pattern for pattern in alike if function_fingerprint(pattern.original) == own is not None)
-        _found_functions[original] = next(found, None)
-    return _found_functions[original]
+    if key not in _found:
+        alike = _by_words().get((isinstance(what, type), words(what)), ())
+        found = (p for p in alike if _is_beside(key, p) and computes_as(what, p.original))
+        _found[key] = next(found, None)
+    return _found[key]
 
 
 def why_not_served(module: nn.Module, pattern: Pattern) -> str | None:
@@ -57,11 +50,12 @@ def _is_beside(function: FunctionType, pattern: Pattern) -> bool:
 
 
 @cache
-def _by_words(kind: type) -> dict[tuple[str, ...], list[Pattern]]:
-    """Return the patterns of classes or of functions by the words that they are in."""
+def _by_words() -> dict[tuple[bool, tuple[str, ...]], list[Pattern]]:
+    """Return the patterns by whether they are of a class, and the words that they are in."""
     from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS  # register() need not wait for them
 
-    found: dict[tuple[str, ...], list[Pattern]] = {}
-    for pattern in PATTERNS if kind is type else FUNCTION_PATTERNS:
-        found.setdefault((words if kind is type else function_words)(pattern.original), []).append(pattern)
+    found: dict[tuple[bool, tuple[str, ...]], list[Pattern]] = {}
+    for pattern in (*PATTERNS, *FUNCTION_PATTERNS):
+        original = pattern.original
+        found.setdefault((isinstance(original, type), words(original)), []).append(pattern)
     return found

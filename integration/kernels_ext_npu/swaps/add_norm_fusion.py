@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kernels_ext_npu.binding import registration, step_aside
 from kernels_ext_npu.binding.forward_binding import layer_of, package_of
-from kernels_ext_npu.binding.loaded_kernels import MATCHED, owner_of, put
+from kernels_ext_npu.binding.loaded_kernels import MATCHED, owner_of, set_forward
 from kernels_ext_npu.matching.residual_norm_scan import Sums, sums_of
 from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swaps.protocol import Swapping
@@ -38,13 +38,11 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     if REPOSITORY not in swapping.registration.kernels:
         return
     for cls, modules in swapping.by_class.items():
-        sums = sums_of(_below_checkpointing(cls.forward))
+        sums = sums_of(cls.forward)
         for module in modules:
             kernel = None if sums is None else _kernel_of(module, sums)
-            if kernel is not None and "forward" not in vars(module):
-                put(module, _forward_of(cls.forward, sums, kernel), _OWNER)  # type: ignore[arg-type]
-            elif kernel is None and "forward" in vars(module) and owner_of(module) == _OWNER:
-                del module.forward
+            if kernel is not None or "forward" in vars(module):
+                set_forward(module, kernel and _forward_of(cls.forward, sums, kernel), _OWNER)  # type: ignore[arg-type]
     for layers in (m for cls, found in swapping.by_class.items() if issubclass(cls, nn.ModuleList) for m in found):
         for before, behind in zip(layers, list(layers)[1:]):  # type: ignore[call-overload]
             if owner_of(before) == owner_of(behind) == _OWNER:
@@ -109,13 +107,6 @@ def _forward_of(original: FunctionType, sums: Sums, kernel: ModuleType) -> Funct
     return forward  # type: ignore[return-value]
 
 
-def _below_checkpointing(forward: Any) -> Any:
-    """Return the forward that was written: from transformers 5.23 on layers have checkpointing over theirs."""
-    while getattr(forward, "__globals__", {}).get("__name__") == "transformers.modeling_layers":
-        forward = getattr(forward, "__wrapped__", None)
-    return forward
-
-
 def _decodes_one_token(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Tell whether a layer, of the class that it had, is given ``[B, 1, H]``."""
     given = args[0] if args else kwargs.get("hidden_states")
@@ -142,7 +133,7 @@ def _norm_behind(layer: nn.Module) -> nn.Module | None:
     behind = None if reference is None else reference()
     if behind is None or not (_is_called_alone(layer) and _is_called_alone(behind)):
         return None
-    sums = sums_of(_below_checkpointing(type(behind).forward))
+    sums = sums_of(type(behind).forward)
     return None if sums is None or sums.first is None else behind._modules.get(sums.first)
 
 

@@ -14,7 +14,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from pickle import PicklingError
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -27,10 +27,12 @@ from kernels_ext_npu.distribution import kernels_internals
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.matching.decorated import is_kernel_function, original_function, package_function
 from kernels_ext_npu.matching.function_scan import Use, uses
-from kernels_ext_npu.matching.lookup import find_function_pattern
+from kernels_ext_npu.matching.lookup import find_pattern
+from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
+_ROTATES = LAYERS[ROTARY.layers[0]]  # the repository of functions that rotate
 SHARED = (
     "Functions are patched process-wide: other models of an architecture run the same kernels, and restore() affects "
     "all of them."
@@ -48,7 +50,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
         found = uses(cls)
         is_here = bool(found) and not all(map(is_elsewhere, modules))
         for use in found:
-            pattern = find_function_pattern(use.function)
+            pattern = find_pattern(use.function)
             if pattern is None or not (_is_ours(use) and registration.uses(pattern.repository)):
                 continue
             if is_here:
@@ -77,28 +79,29 @@ def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every function that a kernel may serve and a module of a model calls, once for each module."""
     for path, module in model.named_modules():
         for use in uses(type(module)):
-            reference, reason = find_function_pattern(use.function), refusal(module, use)
+            pattern = find_pattern(use.function)
+            reason = refusal(module, use, pattern)
+            # not where another one was chosen, nor for other scans
+            is_meant = use.kind is ROTARY if pattern is None else _is_ours(use)
             yield Row(
                 path=f"{path}.{use.name}".lstrip("."),
                 class_name=getattr(original_function(use.function), "__qualname__", use.name),
-                kernel=reference.layers[0] if reference else None,
+                kernel=pattern.layers[0] if pattern else None,
                 swapped=reason is None,
                 reason=reason,
-                is_candidate=is_candidate(use),
+                is_candidate=is_meant and refusals.left_out(pattern.repository if pattern else _ROTATES) is None,
                 kind=use.kind.in_models,
                 function=use.name,
             )
 
 
-def refusal(module: nn.Module, use: Use) -> str | None:
-    """Return why a module that calls a function does not run a kernel of ours; None if it does."""
-    reference = find_function_pattern(use.function)
-    bound = vars(use.function).get("forward") if is_kernel_function(use.function) else None
-    forward = bound.__func__ if isinstance(bound, MethodType) else None
+def refusal(module: nn.Module, use: Use, pattern: Pattern | None) -> str | None:
+    """Return why a module that calls a function, of a pattern, does not run a kernel of ours; None if it does."""
+    forward = forward_binding.kernel_forward(use.function) if is_kernel_function(use.function) else None
     is_ours = loaded_kernels.layer_name(forward) is not None
-    if forward is not None and loaded_kernels.kernel_name(forward) is not None and not is_ours:
+    if forward is not None and not is_ours:
         return refusals.served_by(forward)
-    if reference is None:
+    if pattern is None:
         original = original_function(use.function)
         if use.kind is not ROTARY and original is not None:
             return classification.reason(use.kind, f"{use.file.rpartition('modeling_')[2]}:{use.name}")
@@ -106,20 +109,12 @@ def refusal(module: nn.Module, use: Use) -> str | None:
         return f"another library replaced it: {stranger}" if stranger else refusals.FUNCTION_UNKNOWN
     if is_ours or is_elsewhere(module):
         return refusals.elsewhere(module)
-    if (left_out := refusals.left_out(reference.repository)) is not None:
+    if (left_out := refusals.left_out(pattern.repository)) is not None:
         return left_out
     if not _is_ours(use):
         package = package_function(use.function)
         return f"computed by {getattr(package, '__module__', package)}: register(over_packages=True) takes the kernel"
     return refusals.NOT_REGISTERED if registration.current is None else refusals.NOT_ASKED_FOR_BY_ANY
-
-
-def is_candidate(use: Use) -> bool:
-    """Tell whether one would expect a kernel for a function: not where another one was chosen, nor for other scans."""
-    layer, is_meant = ROTARY.layers[0], use.kind is ROTARY
-    if (reference := find_function_pattern(use.function)) is not None:
-        layer, is_meant = reference.layers[0], _is_ours(use)
-    return is_meant and refusals.left_out(LAYERS[layer]) is None
 
 
 def _is_ours(use: Use) -> bool:

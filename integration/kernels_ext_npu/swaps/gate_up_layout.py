@@ -62,6 +62,6 @@ def unaligned(module: nn.Module) -> str | None:
 def _multiplied(module: nn.Module) -> tuple[Any, Any] | None:
     """Return the layers of a swapped MLP that are laid side by side: of those with adapters what they adapt."""
     pair = called(module)
-    if pair is None or layer_of(module) not in JOINING or any(owner_of(each) != "lora" for each in pair):
+    if pair is None or any(owner_of(each) != "lora" for each in pair) or layer_of(module) not in JOINING:
         return pair
     return pair[0].base_layer, pair[1].base_layer  # type: ignore[return-value]

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from kernels_ext_npu.binding.forward_binding import layer_of
-from kernels_ext_npu.binding.loaded_kernels import MATCHED, put, take_out
+from kernels_ext_npu.binding.loaded_kernels import MATCHED, set_forward
 from kernels_ext_npu.matching.function_scan import Use, uses
-from kernels_ext_npu.matching.lookup import find_function_pattern
+from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.matching.repeated_heads_scan import without_repeats
 from kernels_ext_npu.swaps.protocol import Swapping
 
@@ -33,15 +33,12 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     for cls, modules in swapping.by_class.items():
         forward = _forward_of(cls.forward, frozenset(filter(_shares, uses(cls))))  # type: ignore[arg-type]
         for module in modules:
-            if forward is None:
-                take_out(module, _OWNER)
-            elif "forward" not in vars(module):
-                put(module, forward, _OWNER)
+            set_forward(module, forward, _OWNER)
 
 
 def _shares(use: Use) -> bool:
     """Tell whether a function is a rule that a layer of ours computes with shared heads."""
-    pattern = find_function_pattern(use.function)
+    pattern = find_pattern(use.function)
     return pattern is not None and pattern.layers[0] in _SHARING
 
 

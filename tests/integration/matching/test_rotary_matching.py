@@ -11,7 +11,7 @@ from kernels.layer.globals import _KERNEL_MAPPING
 from transformers.integrations import hub_kernels
 
 import kernels_ext_npu
-from kernels_ext_npu.matching.lookup import find_function_pattern
+from kernels_ext_npu.matching.lookup import find_pattern
 from tests.support.rotary_functions import calls, modeling
 
 
@@ -27,7 +27,7 @@ from tests.support.rotary_functions import calls, modeling
     ],
 )
 def test_functions_that_look_alike_get_the_layer_of_what_they_do(module, layer) -> None:
-    assert find_function_pattern(modeling(module).apply_rotary_pos_emb).layers[0] == layer
+    assert find_pattern(modeling(module).apply_rotary_pos_emb).layers[0] == layer
 
 
 SOURCE = '''
@@ -97,7 +97,7 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_what_is_written_otherwise_does_not_match(written, changes, matches) -> None:
-    reference = find_function_pattern(written(**changes).apply_rotary_pos_emb)
+    reference = find_pattern(written(**changes).apply_rotary_pos_emb)
     assert (reference is not None) == matches
     assert reference is None or reference.layers[0] == "RotaryPosEmb"
 

@@ -28,6 +28,10 @@ def l2norm(x, dim=-1, eps=1e-06):
     return x * inv_norm
 
 
+_BY_DIVISION = {"torch.rsqrt": "torch.sqrt", "x * inv_norm": "x / inv_norm"}
+l2norm_by_division = variant("l2norm_by_division", l2norm, _BY_DIVISION)
+
+
 def chunk_gated_delta_rule(
     query,
     key,
@@ -140,12 +144,6 @@ def fused_recurrent_gated_delta_rule(
     last_recurrent_state = None if not output_final_state else last_recurrent_state
     core_attn_out = core_attn_out.transpose(1, 2).contiguous().to(initial_dtype)
     return (core_attn_out, last_recurrent_state)
-
-
-def l2norm_by_division(x, dim=-1, eps=1e-06):
-    """Divide by the length."""
-    inv_norm = torch.sqrt((x * x).sum(dim=dim, keepdim=True) + eps)
-    return x / inv_norm
 
 
 def chunk_kda(

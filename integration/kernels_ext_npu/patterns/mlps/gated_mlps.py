@@ -62,7 +62,7 @@ class RecurrentGemmaMlp(MLP):
 
 
 class Gemma3nTextMLP(MLP):
-    """The MLP that in some layers sets all but the largest gates to zero, which the kernel does not."""
+    """The MLP that in some layers sets all but the largest gates to zero: these are not served."""
 
     def forward(self, hidden_states):
         gate_proj = self.gate_proj(hidden_states)
@@ -71,16 +71,6 @@ class Gemma3nTextMLP(MLP):
         activations = self.act_fn(gate_proj)
         up_proj = self.up_proj(hidden_states)
         return self.down_proj(activations * up_proj)
-
-    def _gaussian_topk(self, inputs):
-        target_sparsity_tensor = torch.tensor(self.activation_sparsity, dtype=torch.float32, device=inputs.device)
-        normal_dist = torch.distributions.normal.Normal(0, 1)
-        std_multiplier = normal_dist.icdf(target_sparsity_tensor)
-        std_multiplier = std_multiplier.type(inputs.dtype)
-        inputs_mean = torch.mean(inputs, dim=-1, keepdim=True)
-        inputs_std = torch.std(inputs, dim=-1, keepdim=True, unbiased=False)
-        cutoff_x = inputs_mean + inputs_std * std_multiplier
-        return nn.functional.relu(inputs - cutoff_x)
 
 
 class BeamMLP(MLP):

@@ -36,22 +36,6 @@ class AXK2TopkRouter(Router):
         topk_weights = topk_weights * self.routed_scaling_factor
         return router_logits, topk_weights, topk_indices
 
-    def apply_group_scoring(self, scores_for_choice):
-        group_scores = (
-            scores_for_choice.view(-1, self.num_group, self.num_experts // self.num_group)
-            .topk(2, dim=-1)[0]
-            .sum(dim=-1)
-        )
-        group_idx = torch.topk(group_scores, k=self.topk_group, dim=-1, sorted=False)[1]
-        group_mask = torch.zeros_like(group_scores)
-        group_mask.scatter_(1, group_idx, 1)
-        score_mask = (
-            group_mask.unsqueeze(-1)
-            .expand(-1, self.num_group, self.num_experts // self.num_group)
-            .reshape(-1, self.num_experts)
-        )
-        return scores_for_choice.masked_fill(~score_mask.bool(), 0.0)
-
 
 class MiniMaxM3VLTopKRouter(Router):
     def forward(self, hidden_states):

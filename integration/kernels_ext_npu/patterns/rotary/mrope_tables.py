@@ -1,15 +1,20 @@
 """The modules of transformers that make cos and sin of positions of several dimensions, in images and beside them.
 
-They compute cos and sin of every position, and choose from both what belongs to a frequency.
+They compute cos and sin of every position, and choose from both what belongs to a frequency. How is a method of each,
+``recomposition_frequencies``, which the kernel asks, too: no pattern has to know it.
 """
 
-from functools import partial
+import inspect
+import math
+from itertools import product
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers.modeling_rope_utils import dynamic_rope_update
 
-from kernels_ext_npu.patterns.pattern import Pattern
+from kernels_ext_npu.patterns.pattern import Pattern, alike
 from kernels_ext_npu.patterns.rotary.rope_tables import BY_TYPE, IN_FLOAT32, SINGLE
 from kernels_ext_npu.patterns.variant import variant
 
@@ -17,7 +22,7 @@ from kernels_ext_npu.patterns.variant import variant
 class Qwen2_5_VLRotaryEmbedding(nn.Module):
     """A table of positions ``[3, B, S]``: sections of the frequencies go by time, height and width."""
 
-    mrope_section: tuple[int, ...] = (2, 5, 5)
+    mrope_section: tuple[int, ...] = (4, 4, 4)
 
     @torch.no_grad()
     @dynamic_rope_update
@@ -35,61 +40,15 @@ class Qwen2_5_VLRotaryEmbedding(nn.Module):
         return torch.cat((freq, freq), dim=-1)
 
 
-_QWEN = Qwen2_5_VLRotaryEmbedding.forward
-_recomposed = partial(variant, of=Qwen2_5_VLRotaryEmbedding, method="recomposition_frequencies")
-_NEIGHBOURS = {"torch.cat((freq, freq), dim=-1)": "freq.repeat_interleave(2, dim=-1)"}  # the two columns of an angle
-Glm4vTextRotaryEmbedding = _recomposed("Glm4vTextRotaryEmbedding", changes=_NEIGHBOURS)
-Glm4vMoeRotaryEmbedding = _recomposed("Glm4vMoeTextRotaryEmbedding", changes={"(freq, freq)": "[freq, freq]"})
-
-
-class Qwen3VLTextRotaryEmbedding(Qwen2_5_VLRotaryEmbedding):
-    """A table in which frequencies go by time, height and width in turn."""
-
-    mrope_section = (4, 4, 4)
-
-    def recomposition_frequencies(self, freq):
-        freqs_thw = freq[0]
-        for dim, offset in enumerate((1, 2), start=1):
-            length = self.mrope_section[dim] * 3
-            idx = slice(offset, length, 3)
-            freqs_thw[..., idx] = freq[dim, ..., idx]
-        return torch.cat((freqs_thw, freqs_thw), dim=-1)
-
-
-class Ernie4_5_VLMoeTextRotaryEmbedding(Qwen2_5_VLRotaryEmbedding):
-    """A table in float32 in which frequencies go by height and width in turn, and the last ones by time."""
-
-    mrope_section = (4, 4, 4)
-    forward = variant("in_float32", _QWEN, IN_FLOAT32)
-
-    def recomposition_frequencies(self, freq):
-        freq_h, freq_w, freq_t = (m[(i + 1) % 3] for i, m in enumerate(freq.split([*self.mrope_section], dim=-1)))
-        freq_hw = torch.stack([freq_h, freq_w], dim=-1).flatten(-2)
-        freq_hwt = torch.cat([freq_hw, freq_t], dim=-1)
-        return freq_hwt.repeat_interleave(2, dim=-1)
-
-
-class HunYuanVLRotaryEmbedding(Qwen2_5_VLRotaryEmbedding):
-    """A table of as many dimensions as there are sections."""
-
-    mrope_section = (3, 3, 3, 3)
-    forward = variant(
-        "by_sections", _QWEN, {"expand(3,": "expand(len(self.mrope_section),", "dtype=x.dtype": "x.dtype"}
-    )
-
-    def recomposition_frequencies(self, freq):
-        freq = torch.cat((freq, freq), dim=-1)
-        split_sizes = [section * 2 for section in self.mrope_section]
-        freq = torch.cat(
-            [m[i % len(self.mrope_section)] for i, m in enumerate(freq.split(split_sizes, dim=-1))], dim=-1
-        )
-        return freq
+_QWEN = Qwen2_5_VLRotaryEmbedding
+_BY_SECTIONS = {"expand(3,": "expand(len(self.mrope_section),", "dtype=x.dtype": "x.dtype"}  # a dimension for each
+_ERNIE = variant("Ernie4_5_VLMoeTextRotaryEmbedding", _QWEN, IN_FLOAT32)
+_HUNYUAN = variant("HunYuanVLRotaryEmbedding", _QWEN, _BY_SECTIONS)
+_HUNYUAN.mrope_section = (3, 3, 3, 3)
 
 
 class CohereCompassRotaryEmbedding(nn.Module):
     """A table for each type of layer, which has sections of its own too."""
-
-    mrope_section = (4, 4, 4)
 
     @torch.no_grad()
     @dynamic_rope_update
@@ -104,33 +63,19 @@ class CohereCompassRotaryEmbedding(nn.Module):
         cos = self.recomposition_frequencies(cos, layer_type)
         return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
 
-    def recomposition_frequencies(self, freq, layer_type):
-        mrope_section = self.mrope_section[layer_type]
-        freqs_thw = freq[0]
-        for dim, offset in enumerate((1, 2), start=1):
-            length = mrope_section[dim] * 3
-            idx = slice(offset, length, 3)
-            freqs_thw[..., idx] = freq[dim, ..., idx]
-        return torch.cat((freqs_thw, freqs_thw), dim=-1)
+    def recomposition_frequencies(self, freq, layer_type=None):
+        freq_row, freq_column = freq[0][..., 0::2], freq[1][..., 1::2]
+        return torch.stack([freq_row, freq_column], dim=-1).flatten(-2).repeat(1, 1, 2)
 
 
-_OF_ROWS = {
+_OF_ROWS = {  # and columns
     "expand(3,": "expand(2,",
     "sin = self.recomposition_frequencies(sin, layer_type)": "cos = self.recomposition_frequencies(cos)",
     "cos = self.recomposition_frequencies(cos, layer_type)": "sin = self.recomposition_frequencies(sin)",
     "dtype=x.dtype": "x.dtype",
 }
-
-
-class NeoMMERotaryEmbedding(CohereCompassRotaryEmbedding):
-    """A table of rows and columns for each type of layer, whose frequencies go by them in turn."""
-
-    forward = variant("of_rows", CohereCompassRotaryEmbedding.forward, _OF_ROWS)
-
-    def recomposition_frequencies(self, freq):
-        freq_row, freq_col = freq[0][..., 0::2], freq[1][..., 1::2]
-        angles = torch.stack([freq_row, freq_col], dim=-1).flatten(-2)
-        return torch.cat([angles, angles], dim=-1)
+_COMPASS = CohereCompassRotaryEmbedding
+_NEO_MME = variant("NeoMMERotaryEmbedding", _COMPASS, _OF_ROWS)
 
 
 class Qwen2VLVisionRotaryEmbedding(nn.Module):
@@ -151,85 +96,48 @@ class Qwen2VLVisionRotaryEmbedding(nn.Module):
         return torch.cat([freq_hw, freq_hw], dim=-1)
 
 
-class Sam2VideoVisionRotaryEmbedding(Qwen2VLVisionRotaryEmbedding):
-    """A table in which an angle's two columns are neighbours."""
-
-    def recomposition_frequencies(self, freq):
-        freq_h, freq_w = freq[:, 0], freq[:, 1]
-        freq_hw = torch.cat([freq_h, freq_w], dim=-1)[None, ...]
-        return freq_hw.repeat_interleave(2, dim=-1)
+_PATCHES = Qwen2VLVisionRotaryEmbedding
+_CAST = {"cos, sin": "cos.to(x.dtype), sin.to(x.dtype)"}
+_CAST_BY_NAME = {"cos, sin": "cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)"}
+_PIXTRAL = variant("PixtralVisionRotaryEmbedding", _PATCHES, _CAST)
+_MUSE_SPARK = variant("MuseSparkVisionRotaryEmbedding", _PATCHES, _CAST_BY_NAME)
 
 
-class Kimi_K25VisionRotaryEmbedding(Qwen2VLVisionRotaryEmbedding):
-    """A table in which columns and rows take turns."""
-
-    def recomposition_frequencies(self, freq):
-        freq_wh = freq.transpose(1, 2).flip(-1).flatten(1)
-        return torch.cat([freq_wh, freq_wh], dim=-1)
-
-
-class Step3p7VisionRotaryEmbedding(Qwen2VLVisionRotaryEmbedding):
-    def recomposition_frequencies(self, freq):
-        freq_hw = freq.flatten(1)
-        return torch.cat((freq_hw, freq_hw), dim=-1)
+def _refuse(table: Any) -> str | None:
+    """Say of a table that does more than choose that it does: the kernel asks it of angles, in place of cos and sin."""
+    try:
+        chooses = _chooses(table)
+    except Exception:  # it wants something else than what it is asked of here
+        return "its recomposition_frequencies cannot be asked what it chooses"
+    return None if chooses else "its recomposition_frequencies does more than choose"
 
 
-# columns before rows, since transformers 5.23
-Step3p7VisionTowerRotaryEmbedding = variant(
-    "Step3p7VisionTowerRotaryEmbedding",
-    Step3p7VisionRotaryEmbedding,
-    {"freq.flatten": "freq.flip(1).flatten"},
-    "recomposition_frequencies",
-)
+def _chooses(table: Any) -> bool:
+    compose, rope_type = table.recomposition_frequencies, getattr(table, "rope_type", None)
+    takes_type = len(inspect.signature(compose).parameters) > 1
+    with _disable_current_modes(), torch.no_grad():  # with fake tensors there would be no values
+        for layer_type, shape in product(rope_type if isinstance(rope_type, dict) else [None], _SHAPES):
+            count = getattr(table, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq").shape[-1]
+            x = torch.arange(math.prod(shape) * count, dtype=torch.float32, device="cpu").view(*shape, count)
+            chosen, of_others = (compose(given, *[layer_type] * takes_type) for given in (x.clone(), _other(x)))
+            if not torch.equal(_other(chosen), of_others):
+                return False
+    return True
 
 
-_IN_DTYPE_OF_X = {"cos, sin": "cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)"}
-MuseSparkVisionRotaryEmbedding = variant("MuseSparkVisionRotaryEmbedding", Qwen2VLVisionRotaryEmbedding, _IN_DTYPE_OF_X)
+def _other(x: Tensor) -> Tensor:
+    """Return others, in reverse order and without a zero: what sums, compares or fills in gives other ones of them."""
+    return -x.square() - 1
 
 
-class PixtralVisionRotaryEmbedding(Qwen2VLVisionRotaryEmbedding):
-    """A table in the dtype of x, for half of whose frequencies rows count, for the others columns."""
-
-    forward = variant("cast", Qwen2VLVisionRotaryEmbedding.forward, {"cos, sin": "cos.to(x.dtype), sin.to(x.dtype)"})
-
-    def recomposition_frequencies(self, freq):
-        freq_h, freq_w = (m[:, i % 2] for i, m in enumerate(freq.chunk(2, dim=-1)))
-        freq_hw = torch.cat([freq_h, freq_w], dim=-1)
-        return torch.cat([freq_hw, freq_hw], dim=-1)
-
-
-class MiniMaxM3VLVisionRotaryEmbedding(PixtralVisionRotaryEmbedding):
-    """A table of positions with any number of dimensions."""
-
-    def recomposition_frequencies(self, freq):
-        freq = freq.flatten(1)
-        return torch.cat([freq, freq], dim=-1)
-
-
-class Gemma4VisionRotaryEmbedding(PixtralVisionRotaryEmbedding):
-    """A table of positions ``[B, T, 2]``."""
-
-    def recomposition_frequencies(self, freq):
-        freq_h, freq_w = freq[:, :, 0], freq[:, :, 1]
-        return torch.cat([freq_h, freq_h, freq_w, freq_w], dim=-1)
-
-
+# of what tables choose from: dimensions, rows and positions; patches and their two dimensions; and rows of patches
+_SHAPES = (8, 2, 5), (5, 2), (5, 5, 2)
 PATTERNS = (
-    Pattern(Qwen2_5_VLRotaryEmbedding, ("RotaryEmbeddingComposed",), SINGLE),
-    Pattern(Qwen3VLTextRotaryEmbedding, ("RotaryEmbeddingComposed",), SINGLE),
-    Pattern(Glm4vTextRotaryEmbedding, ("RotaryEmbeddingComposed",), SINGLE),
-    Pattern(Glm4vMoeRotaryEmbedding, ("RotaryEmbeddingComposed",), SINGLE),
-    Pattern(Ernie4_5_VLMoeTextRotaryEmbedding, ("RotaryEmbeddingComposedFloat32",), SINGLE),
-    Pattern(HunYuanVLRotaryEmbedding, ("RotaryEmbeddingComposedBySections",), SINGLE),
-    Pattern(CohereCompassRotaryEmbedding, ("RotaryEmbeddingComposedByType",), BY_TYPE),
-    Pattern(NeoMMERotaryEmbedding, ("RotaryEmbeddingOfRowsByType",), BY_TYPE),
-    Pattern(Qwen2VLVisionRotaryEmbedding, ("RotaryEmbeddingOfPatchesFloat32",)),
-    Pattern(Sam2VideoVisionRotaryEmbedding, ("RotaryEmbeddingOfPatchesFloat32",)),
-    Pattern(Kimi_K25VisionRotaryEmbedding, ("RotaryEmbeddingOfPatchesFloat32",)),
-    Pattern(Step3p7VisionRotaryEmbedding, ("RotaryEmbeddingOfPatchesFloat32",)),
-    Pattern(Step3p7VisionTowerRotaryEmbedding, ("RotaryEmbeddingOfPatchesFloat32",)),
-    Pattern(MuseSparkVisionRotaryEmbedding, ("RotaryEmbeddingOfPatches",)),
-    Pattern(PixtralVisionRotaryEmbedding, ("RotaryEmbeddingOfPatches",)),
-    Pattern(MiniMaxM3VLVisionRotaryEmbedding, ("RotaryEmbeddingOfPatches",)),
-    Pattern(Gemma4VisionRotaryEmbedding, ("RotaryEmbeddingOfPatches",)),
+    Pattern(_QWEN, ("RotaryEmbeddingComposed",), lambda table: SINGLE(table) or _refuse(table)),
+    Pattern(_ERNIE, ("RotaryEmbeddingComposedFloat32",), lambda table: SINGLE(table) or _refuse(table)),
+    Pattern(_HUNYUAN, ("RotaryEmbeddingComposedBySections",), lambda table: SINGLE(table) or _refuse(table)),
+    Pattern(_COMPASS, ("RotaryEmbeddingComposedByType",), lambda table: BY_TYPE(table) or _refuse(table)),
+    Pattern(_NEO_MME, ("RotaryEmbeddingOfRowsByType",), lambda table: BY_TYPE(table) or _refuse(table)),
+    Pattern(_PATCHES, ("RotaryEmbeddingOfPatchesFloat32",), _refuse),
+    *alike(("RotaryEmbeddingOfPatches",), _PIXTRAL, _MUSE_SPARK, limits=_refuse),
 )

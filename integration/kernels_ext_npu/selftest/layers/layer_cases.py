@@ -230,8 +230,7 @@ def _positions(reference: Pattern) -> Tensor:
     """Make positions of the dimensions that a table has, far ones too: rows of them, or two numbers for each patch."""
     layer = reference.layers[0]
     if "OfPatches" in layer:
-        patches = torch.stack((torch.arange(35) // 7, torch.arange(35) % 7), -1)
-        return patches.expand(2, -1, -1) if reference.original.__name__ == "Gemma4VisionRotaryEmbedding" else patches
+        return torch.stack((torch.arange(35) // 7, torch.arange(35) % 7), -1)
     rows = torch.stack((torch.arange(7), torch.arange(7) * 19937))
     if reference not in mrope_tables.PATTERNS:
         return rows

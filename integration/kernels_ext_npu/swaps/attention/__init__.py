@@ -31,6 +31,8 @@ from kernels_ext_npu.swaps.protocol import Row, Swapping
 
 # accelerate 1.15.0: what refuses windows for torch's context parallelism, and takes masks away from attention
 _DROPS_MASKS = "_attach_context_parallel_hooks"
+# of classes, with what says what is called in place of one
+_METHODS = {"expand_kv": latents.in_place_of, "forward": indexers.in_place_of}
 
 
 def install(registration: Registration) -> None:
@@ -67,8 +69,12 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
         if serving.PLAIN in vars(module) and module not in registration.restored:
             delattr(module, serving.PLAIN)
     if NPU_FLASH_ATTENTION.is_registered():
-        latents.answer(swapping.by_class, swapping.registration.patches)
-        indexers.answer(swapping.by_class, swapping.registration.patches)
+        patches = swapping.registration.patches
+        for cls in {base for each in swapping.by_class for base in each.__mro__}:
+            for name, in_place_of in _METHODS.items():
+                ours = in_place_of(cls, vars(cls)[name]) if name in vars(cls) else None
+                if ours is not None and not patches.knows(cls, name):
+                    patches.method(cls, name, ours, NPU_FLASH_ATTENTION.is_registered)
         registration.try_package(NPU_FLASH_ATTENTION.repository)
 
 
@@ -120,8 +126,7 @@ def _refusal(module: nn.Module) -> str | None:
     if not serving.stands_for(module.config):  # type: ignore[arg-type]
         return f"the attention implementation {module.config._attn_implementation} was asked for"  # type: ignore
     if (reason := serving.refusal(module, device_of(module), *_dtype_and_softcap(module))) is not None:
-        sentences = {serving.RESTORED: refusals.NOT_ASKED_FOR, serving.ELSEWHERE: refusals.elsewhere(module)}
-        return sentences.get(reason, reason)
+        return refusals.elsewhere(module) if reason is serving.ELSEWHERE else reason
     stranger = serving.stranger(module.config)  # type: ignore[arg-type]
     return stranger and f"another library has replaced the attention implementation sdpa: {stranger}"
 

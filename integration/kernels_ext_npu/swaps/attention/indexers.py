@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -15,7 +15,6 @@ from transformers import DynamicCache
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.devices import is_elsewhere
-from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.matching.indexer_scan import chooser, hands_on_indices
 from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swaps import refusals
@@ -27,20 +26,14 @@ _AT_A_TIME = 1024  # tokens of a longer one
 _OF_ALL_TOKENS = (bool, int, float, str, type(None))  # arguments that say the same of each
 
 
-def answer(classes: Iterable[type], patches: Patches) -> None:
-    """Let indexers of some classes, and modules that call one, ask here first."""
-    for cls in {base for each in classes for base in each.__mro__ if "forward" in vars(base)}:
-        ours = _in_place_of(cls, vars(cls)["forward"])
-        if ours is not None and not patches.knows(cls, "forward"):
-            patches.method(cls, "forward", ours, NPU_FLASH_ATTENTION.is_registered)
-
-
 @functools.cache
-def _in_place_of(cls: type, forward: object) -> Callable | None:
-    """Return what is called in place of the forward that a class has now; None of classes that need nothing else."""
+def in_place_of(cls: type, forward: FunctionType) -> Callable | None:
+    """Return what is called in place of the forward of an indexer, or of a module that calls one; None of any other."""
     make, handing_on = chooser(cls), hands_on_indices(cls)
     if make is not None:
-        return functools.partial(_choose, make(_top_k_keys))
+        kernel = registration.package
+        choose = make(lambda *args: kernel(NPU_FLASH_ATTENTION.repository).top_k_keys(*args))
+        return functools.partial(_choose, choose)
     return None if handing_on is None else functools.partial(_hand_on, handing_on)
 
 
@@ -166,7 +159,3 @@ def _stands_for(module: nn.Module) -> bool:
         and serving.PLAIN not in vars(module)
         and registration.try_package(NPU_FLASH_ATTENTION.repository) is not None
     )
-
-
-def _top_k_keys(*args: Any) -> Tensor:
-    return registration.package(NPU_FLASH_ATTENTION.repository).top_k_keys(*args)

@@ -11,8 +11,9 @@ the weight of `kv_b_proj` ``[N * (D + D_v), R]``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,26 +21,23 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
-from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.matching.decorated import cells
-from kernels_ext_npu.matching.fingerprint import function_fingerprint
+from kernels_ext_npu.matching.fingerprint import computes_as
 from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swaps.attention import indexers, serving
 from kernels_ext_npu.swaps.linear.plain_linear import why_not_plain
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
-_METHOD = "expand_kv"
 _OF_STYLES = "transformers.distributed.tensor_parallel", "TensorParallelLayer.install_forward.<locals>.tp_forward"
 _GATHERED = 4
 _AT_A_TIME = 1024  # queries whose keys are chosen
 _NOT_OF_LATENTS = ("cache", "cu_seq_lens_q", "output_attentions", "position_bias", "softcap")  # keys are looked at
 
 
-def answer(classes: Iterable[type], patches: Patches) -> None:
-    """Let modules of some classes that expand latents as transformers does ask here first."""
-    for cls in {base for each in classes for base in each.__mro__ if _METHOD in vars(base)}:
-        if _expands(cls) and not patches.knows(cls, _METHOD):
-            patches.method(cls, _METHOD, _expand, NPU_FLASH_ATTENTION.is_registered)
+@functools.cache
+def in_place_of(cls: type, method: FunctionType) -> Callable | None:
+    """Return what is called in place of a method that expands latents as transformers does; None of any other."""
+    return _expand if computes_as(method, _as_in_deepseek) else None
 
 
 class Unexpanded(Tensor):
@@ -243,11 +241,6 @@ def _unexpanded(latents: Latents, heads: int, place: int, size: int) -> Unexpand
     made = make(Unexpanded, (len(like), heads, like.shape[2], size), dtype=latents.dtype, device=like.device)
     made.latents, made.place = latents, place
     return made
-
-
-@functools.cache
-def _expands(cls: type) -> bool:
-    return function_fingerprint(_as_in_deepseek) == function_fingerprint(vars(cls)[_METHOD]) is not None
 
 
 def _as_in_deepseek(self, kv_nope, k_rot):

@@ -14,12 +14,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.reasons import Reason
+from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 Answer = TypeVar("Answer")
 
 PLAIN = "_kernels_ext_npu_plain_attention"  # an attribute of modules that restore() was called for
-RESTORED = Reason("restored", "restore() was called for its model")
 ELSEWHERE = Reason("elsewhere", "it is on another device")
 CAPPED = Reason("no operator", "no operator: scores are capped, which none of torch_npu does")
 IN_FLOAT64 = Reason("device limit", "device limit: it is in float64")
@@ -78,7 +78,7 @@ def limit(module: nn.Module, dtype: torch.dtype, softcap: Any) -> Reason | None:
 def refusal(module: nn.Module, device: str | None, dtype: torch.dtype, softcap: Any) -> Reason | None:
     """Return why the kernel does not stand in where a module attends with such tensors; None where it does."""
     if PLAIN in module.__dict__:
-        return RESTORED
+        return refusals.NOT_ASKED_FOR
     return limit(module, dtype, softcap) or (None if device in ("npu", None) else ELSEWHERE)
 
 

@@ -128,8 +128,9 @@ def split_recurrences_of(model: nn.Module) -> None:
             continue
         functions = [use.function for use in uses(type(module)) if use.kind is LINEAR_ATTENTION]
         if active is None or not (exchanges_keys() and functions and all(map(split_recurrences.serves, functions))):
+            who = framework.name if (framework := _framework()) else _TORCH
             raise ValueError(
-                f"{type(module).__name__}: {_who()} splits sequences between devices, and its convolution and "
+                f"{type(module).__name__}: {who} splits sequences between devices, and its convolution and "
                 "recurrence would begin anew in the part of each: train this model without sequence or context "
                 "parallelism"
             )
@@ -225,11 +226,6 @@ def _begins_anew(cls: type[nn.Module]) -> bool:
     pattern = find_pattern(cls)
     is_recurrence = pattern is not None and pattern.layers[0] in RECURRENCES.layers
     return is_recurrence or any(use.kind is LINEAR_ATTENTION for use in uses(cls))
-
-
-def _who() -> str:
-    framework = _framework()
-    return _TORCH if framework is None else framework.name
 
 
 @torch.compiler.assume_constant_result

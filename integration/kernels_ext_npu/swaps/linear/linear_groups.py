@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.binding.loaded_kernels import owner_of, put
+from kernels_ext_npu.binding.loaded_kernels import owner_of, set_forward
 from kernels_ext_npu.swaps.linear.shared_input_scan import layers_of_one_input
 
 LORA = "lora"  # the owner of the forwards of layers that can be computed together
@@ -36,11 +36,9 @@ _running = _Running()
 def apply(modules: Iterable[nn.Module], served: Set[nn.Module]) -> None:
     """Let modules whose layers of one input are all among those that are served run with these together."""
     for module in modules:
-        if not served.isdisjoint(module._modules.values()) and any(groups_of(module)):
-            if "forward" not in vars(module):
-                put(module, _forward_of(type(module).forward), _OWNER)  # type: ignore[arg-type]
-        elif "forward" in vars(module) and owner_of(module) == _OWNER:
-            del module.forward
+        is_one = not served.isdisjoint(module._modules.values()) and any(groups_of(module))
+        if is_one or "forward" in vars(module):
+            set_forward(module, _forward_of(type(module).forward) if is_one else None, _OWNER)  # type: ignore[arg-type]
 
 
 def groups_of(module: nn.Module) -> Iterator[list[nn.Module]]:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import dropout as dropouts
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.binding.loaded_kernels import owner_of, put, take_out
+from kernels_ext_npu.binding.loaded_kernels import owner_of, set_forward
 from kernels_ext_npu.catalogue import PROJECTIONS
 from kernels_ext_npu.matching.source_tree import function_tree
 from kernels_ext_npu.patterns.hooks import has_hooks
@@ -60,15 +60,11 @@ class _Layer(NamedTuple):
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Let the layers with adapters of a model be nodes, and those of one input together."""
-    served = set()
-    for _, module, reason in _adapted_of(model):
-        if reason is None:
-            served.add(module)
-            kernel = registration.package(REPOSITORY)
-            put(module, _forward_with(kernel, type(module).forward), LORA)  # type: ignore[arg-type]
-        else:
-            take_out(module, LORA)
-    linear_groups.apply(swapping.modules, served)
+    adapted = {module: reason is None for _, module, reason in _adapted_of(model)}
+    for module, is_served in adapted.items():
+        kernel = registration.package(REPOSITORY) if is_served else None
+        set_forward(module, kernel and _forward_with(kernel, type(module).forward), LORA)  # type: ignore[arg-type]
+    linear_groups.apply(swapping.modules, {module for module, is_served in adapted.items() if is_served})
 
 
 def rows(model: nn.Module) -> Iterator[Row]:

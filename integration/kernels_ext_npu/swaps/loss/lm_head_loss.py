@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.binding.loaded_kernels import owner_of, put, take_out
+from kernels_ext_npu.binding.loaded_kernels import owner_of, set_forward
 from kernels_ext_npu.catalogue import HEADS
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.swaps import refusals
@@ -46,10 +46,8 @@ _last_calls: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDiction
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Let the heads of a model defer their logits, where they may."""
     for path, head, owner in heads_of(model):
-        if refusal(path, head, owner) is None:
-            put(head, _forward_with(registration.package(REPOSITORY)), _OWNER)
-        else:
-            take_out(head, _OWNER)
+        is_served = refusal(path, head, owner) is None
+        set_forward(head, _forward_with(registration.package(REPOSITORY)) if is_served else None, _OWNER)
 
 
 def rows(model: nn.Module) -> Iterator[Row]:

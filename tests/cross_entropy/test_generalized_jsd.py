@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-import softnpu
 from tests.support.losses import IGNORED, is_near, leaves, logits_of, products
 from tests.support.memory import Largest
 
@@ -188,19 +187,6 @@ def test_a_gradient_can_be_differentiated_again_and_transformed(kernel: ModuleTy
     assert is_near(weight_only(plain[1]), found[0][1])
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_one_graph_gives_what_the_function_gives(kernel: ModuleType, is_frozen: bool) -> None:
-    """The same operators in the same order: exactly. In a graph no gradient is kept, as with pieces."""
-    torch.compiler.reset()
-    compiled, eager = (leaves(drawn(6, 40), torch.float32, "npu", (0,) if is_frozen else range(3)) for _ in range(2))
-    found = torch.compile(lambda own: found_of(kernel, own, beta=0.1), fullgraph=True, backend="aot_eager")(compiled)
-    expected = found_of(kernel, eager, beta=0.1, pieces=2)
-    found.backward()
-    expected.backward()
-    assert torch.equal(found, expected)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(compiled, eager) if b.requires_grad)
-
-
 def test_autocast_casts_both_heads(kernel: ModuleType) -> None:
     """As with the casts written out: exactly."""
     own = leaves(drawn(6, 40), torch.float32, "npu")
@@ -212,13 +198,6 @@ def test_autocast_casts_both_heads(kernel: ModuleType) -> None:
     expected.backward()
     assert torch.equal(loss, expected)
     assert all(torch.equal(a.grad, b.grad.float()) for a, b in zip(own[:3], cast))
-
-
-def test_the_host_does_not_wait(kernel: ModuleType) -> None:
-    own = leaves(drawn(6, 40), torch.bfloat16, "npu")
-    before = softnpu.counters().get("stream_syncs", 0)
-    found_of(kernel, own, num_items=torch.tensor(5, device="npu")).backward()
-    assert softnpu.counters().get("stream_syncs", 0) == before
 
 
 @pytest.mark.parametrize(

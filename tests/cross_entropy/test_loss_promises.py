@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from itertools import pairwise
 from types import ModuleType
 
@@ -84,29 +83,6 @@ def test_autocast_casts_what_it_casts_for_a_linear_layer(kernel: ModuleType) -> 
     assert torch.equal(loss, expected)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(leaves, cast))
     assert leaves[1].grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_one_graph_gives_what_the_function_gives(
-    kernel: ModuleType, monkeypatch, is_frozen: bool, dynamic: bool
-) -> None:
-    """The same operators in the same order, where nothing is kept for the gradient of the weight: exactly."""
-    monkeypatch.setattr(import_module(f"{kernel.__name__}.pieces"), "KEPT", 0)
-    torch.compiler.reset()
-    compiled, eager, wanted = tensors(), tensors(), labels()
-    for tensor in (*compiled[1:], *eager[1:]):
-        tensor.requires_grad_(not is_frozen)
-
-    def function(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return kernel.linear_cross_entropy(hidden, weight, wanted, bias, label_smoothing=0.1)
-
-    found = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)(*compiled)
-    expected = function(*eager)
-    found.backward()
-    expected.backward()
-    assert torch.equal(found, expected)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(compiled, eager) if a.requires_grad)
 
 
 def test_a_loss_of_real_size_is_counted_on_fake_tensors(kernel: ModuleType) -> None:

@@ -38,17 +38,6 @@ def test_compiled_it_is_one_graph_that_gives_the_same(kernel: ModuleType, by_cha
 
 
 @BOTH
-def test_compiled_one_step_of_decoding_is_one_graph(kernel: ModuleType, by_channel: bool) -> None:
-    torch.compiler.reset()
-    function = getattr(kernel, {False: "fused_recurrent_gated_delta_rule", True: "fused_recurrent_kda"}[by_channel])
-    tensors, state = given(by_channel, 1), torch.randn(1, 2, 8, 8, device="npu")
-    with torch.no_grad():
-        found = torch.compile(function, fullgraph=True, backend="aot_eager")(*tensors, initial_state=state, **OPTIONS)
-        expected = function(*tensors, initial_state=state, **OPTIONS)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected))
-
-
-@BOTH
 def test_torch_func_has_gradients_of_it_and_gradients_of_those(kernel: ModuleType, by_channel: bool) -> None:
     """Against float64, of which the first derivative is as near as without torch.func; the second has sums of those."""
     function = getattr(kernel, FUNCTIONS[by_channel])

@@ -260,12 +260,6 @@ def test_arguments_that_do_not_fit_are_refused(kernel: ModuleType, change: dict,
         kernel.chunk_gated_delta_rule(**{name: torch.zeros(shape) for name, shape in shapes.items()})
 
 
-def test_integers_are_refused(kernel: ModuleType) -> None:
-    tensors = draw(0, (1, 2, 1, 1, 4, 4), False)
-    with pytest.raises(TypeError, match="beta must be floating point"):
-        kernel.chunk_gated_delta_rule(*tensors[:4], tensors[4].long())
-
-
 @pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
 def test_no_token_leaves_the_state_as_it_was(kernel: ModuleType, by_channel: bool) -> None:
     tensors, state = draw(0, (1, 0, 1, 2, 4, 6), by_channel), torch.randn(1, 2, 4, 6)

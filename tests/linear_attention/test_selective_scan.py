@@ -164,22 +164,6 @@ def test_autocast_rounds_nothing(kernel: ModuleType) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, plain))
 
 
-@pytest.mark.long
-def test_compiled_it_is_one_graph_that_gives_the_same(kernel: ModuleType) -> None:
-    torch.compiler.reset()
-    one, other = ({name: x.npu().requires_grad_() for name, x in draw(6, 1, 40).items()} for _ in range(2))
-
-    def call(**tensors: Tensor) -> Tensor:
-        out, state = kernel.selective_scan_fn(**tensors, **OPTIONS)
-        return out.sum() + state.sum()
-
-    found, expected = torch.compile(call, fullgraph=True, backend="aot_eager")(**one), call(**other)
-    torch.testing.assert_close(found, expected)
-    found, expected = (torch.autograd.grad(x, list(y.values())) for x, y in ((found, one), (expected, other)))
-    for ours, wanted in zip(found, expected):
-        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
-
-
 def test_torch_func_has_gradients_of_gradients_and_autograd_refuses_them(kernel: ModuleType) -> None:
     tensors = {name: x.npu() for name, x in draw(7, 1, 35).items()}
     u, rest = tensors.pop("u"), tensors

@@ -89,24 +89,6 @@ def test_gradients_are_not_recorded() -> None:
     assert not any(table.requires_grad for table in module(x, POSITIONS.npu()))
 
 
-@pytest.mark.parametrize(
-    ("reference", "dynamic"),
-    [
-        pytest.param(table, i % 2 == 0, id=table.original.__name__, marks=[pytest.mark.long] * (i % 5 > 0))
-        for i, table in enumerate(TABLES)
-    ],
-)
-def test_compiles_to_one_graph_with_the_same_values(reference, dynamic) -> None:
-    torch._dynamo.reset()
-    module, _ = kernelized(instance(reference.original))
-    x = torch.zeros(2, 7, 24, dtype=BFLOAT16, device="npu")
-    positions = positions_of(reference.original, POSITIONS).npu()
-    compiled = torch.compile(module.forward, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for arguments in calls(module):
-        for a, b in zip(compiled(x, positions, *arguments), module(x, positions, *arguments), strict=True):
-            assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("device", ["cpu", "npu"])
 def test_the_layer_alone_computes_what_the_reference_does(kernel: ModuleType, device) -> None:
     for reference in TABLES:

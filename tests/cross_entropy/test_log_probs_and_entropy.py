@@ -110,21 +110,6 @@ def test_an_entropy_that_is_only_looked_at_costs_no_gradient(kernel: ModuleType,
     assert counts[0] == counts[1]
 
 
-def test_a_gradient_can_be_differentiated_again(kernel: ModuleType) -> None:
-    tensors, labels, _ = drawn(6, 40, 8, 0, True)
-    found = []
-    for is_ours, dtype, device in ((False, torch.float64, "cpu"), (True, torch.float32, "npu")):
-        own = leaves(tensors, dtype, device)
-        if is_ours:
-            log_probs, entropy = kernel.linear_log_probs_and_entropy(own[0], own[1], labels.npu(), own[2])
-        else:
-            log_probs, entropy = both_of(logits_of(*own), labels)
-        first = torch.autograd.grad((log_probs + 0.5 * entropy).sum(), own, create_graph=True)
-        sum(gradient.square().sum() for gradient in first).backward()
-        found.append([leaf.grad for leaf in own])
-    assert all(is_near(ours, expected) for expected, ours in zip(*found))
-
-
 def test_labels_that_do_not_fit_are_refused(kernel: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"labels must be \[2, 3\]"):
         kernel.linear_log_probs_and_entropy(torch.ones(2, 3, 8), torch.ones(9, 8), torch.ones(2, 4).long())

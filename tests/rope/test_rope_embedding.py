@@ -1,7 +1,6 @@
 """Every rotary embedding of transformers that is served: the values of its own forward to the bit, fewer launches."""
 
 import copy
-from types import ModuleType
 
 import pytest
 import torch
@@ -87,19 +86,6 @@ def test_gradients_are_not_recorded() -> None:
     module.inv_freq.requires_grad_()
     x = torch.zeros(1, 7, 24, device="npu", requires_grad=True)
     assert not any(table.requires_grad for table in module(x, POSITIONS.npu()))
-
-
-@pytest.mark.parametrize("device", ["cpu", "npu"])
-def test_the_layer_alone_computes_what_the_reference_does(kernel: ModuleType, device) -> None:
-    for reference in TABLES:
-        module = instance(reference.original).to(device)
-        forward = getattr(kernel.layers, reference.layers[0]).forward
-        for arguments in calls(module):
-            x, positions = torch.zeros(1, dtype=BFLOAT16, device=device), positions_of(reference.original, POSITIONS)
-            expected = module(x, positions.to(device), *arguments)
-            for a, b in zip(forward(module, x, positions.to(device), *arguments), expected, strict=True):
-                assert a.dtype == b.dtype
-                assert torch.equal(a, b)
 
 
 LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}

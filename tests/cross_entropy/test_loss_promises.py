@@ -1,4 +1,4 @@
-"""What the losses promise beside their values: sizes, waits, second derivatives, transforms, autocast, graphs."""
+"""What the losses promise beside their values: sizes, waits, frozen heads in graphs, autocast, shards."""
 
 import threading
 from collections.abc import Callable

@@ -78,10 +78,13 @@ def test_gate_and_up_of_two_dtypes_give_what_torch_gives(kernel: ModuleType) -> 
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("alpha", [1.702, 0.5])
-def test_clipped_swiglu_is_that_of_gpt_oss(kernel: ModuleType, npu_counters, alpha, interleaved) -> None:
-    """Value and gradient, on both sides of the limits; float32 to 1e-6."""
-    x = gate_up(6, 64) * 3
+@pytest.mark.parametrize(
+    ("size", "alpha", "is_launched"),
+    [(32, 1.702, True), (32, 0.5, True), (7, 1.702, False), (32, 0.0, False), (32, -1.0, False)],
+)
+def test_clipped_swiglu_is_that_of_gpt_oss(kernel, npu_counters, size, alpha, is_launched, interleaved) -> None:
+    """Value and gradient, on both sides of the limits; float32 to 1e-6. In torch where its gradient has no operator."""
+    x = gate_up(6, 2 * size) * 3
     assert (x > 2).any()
     assert (x < -2).any()
     exact = x.double().requires_grad_()
@@ -89,7 +92,7 @@ def test_clipped_swiglu_is_that_of_gpt_oss(kernel: ModuleType, npu_counters, alp
     expected = gpt_oss(woven, alpha, 2.0)
     leaf = x.npu().requires_grad_()
     y = kernel.clipped_swiglu(leaf, alpha, 2.0, interleaved)
-    assert npu_counters()["npu_clipped_swiglu"] == 1
+    assert npu_counters().get("npu_clipped_swiglu", 0) == is_launched
     y.square().sum().backward()
     expected.square().sum().backward()
     assert (y.detach().cpu() - expected.detach()).norm() <= 1e-6 * expected.norm()
@@ -132,18 +135,6 @@ def test_gradients_of_what_is_clipped_read_and_write_little(kernel: ModuleType, 
         y.backward(grad)
     assert sum(cost.launches.values()) == launches
     assert sum(cost.bytes.values()) <= most * grad.nbytes
-
-
-@pytest.mark.parametrize(("size", "alpha", "limit"), [(7, 1.702, 7.0), (32, 0.0, 7.0), (32, -1.0, 7.0)])
-def test_clipped_swiglu_without_an_operator_for_its_gradient_is_computed_in_torch(
-    kernel: ModuleType, npu_counters, size, alpha, limit
-) -> None:
-    x = gate_up(4, 2 * size) * 3
-    leaf, exact = x.npu().requires_grad_(), x.double().requires_grad_()
-    kernel.clipped_swiglu(leaf, alpha, limit).square().sum().backward()
-    gpt_oss(exact, alpha, limit).square().sum().backward()
-    assert "npu_clipped_swiglu" not in npu_counters()
-    assert (leaf.grad.cpu() - exact.grad).norm() <= 1e-6 * exact.grad.norm()
 
 
 def test_clipped_swiglu_without_the_operator_is_the_same(kernel: ModuleType, monkeypatch, npu_counters) -> None:

@@ -1,4 +1,4 @@
-"""The layers as `kernels` binds them: one graph under torch.compile, forward and backward, packed or not."""
+"""The layers as `kernels` binds them: launches, dimensions, devices, frozen parameters, gates that compute both."""
 
 import copy
 from types import MethodType, ModuleType

@@ -16,19 +16,12 @@ from kernels_ext_npu.selftest.cases import Function
 from tests.support.differentiated import kernel
 
 FUNCTIONS = {function.name: function for function in functions.FUNCTIONS if not function.at}
-# operators themselves, of one dtype and layout
+# operators themselves, of one dtype and layout, and what computes nothing elsewhere
 OPERATORS = {"GmmFunction", "HybridGmmFunction"}
-# what it computes on the host it leaves to two calls
 NPU_ONLY = OPERATORS | {"lora_pair"}
 # nodes whose gradients are float32, and what meets masks in it
-NO_FLOAT64 = NPU_ONLY | {
-    "softmax_top_k",
-    "selective_scan_fn",
-    "linear_recurrence",
-    "chunk_gated_delta_rule",
-    "chunk_kda",
-}
-NO_FLOAT64 |= {"attend_chosen", "attention_mask"}
+NODES = {"softmax_top_k", "selective_scan_fn", "linear_recurrence", "chunk_gated_delta_rule", "chunk_kda"}
+NO_FLOAT64 = NPU_ONLY | NODES | {"attend_chosen", "attention_mask"}
 # what leaves it to torch to say that there are no such integers, or takes them
 ANY_DTYPE = OPERATORS | {"top_k_keys", "attend_chosen", "attention_forward", "attention_mask"}
 ANY_DTYPE |= {"layer_norm", "add_layer_norm", "causal_conv1d_fn", "causal_conv1d_update", "patch_embedding"}

@@ -20,9 +20,10 @@ from tests.support.differentiated import kernel
 
 # one makes a module, and the other looks where weights lie, before any graph
 FUNCTIONS = [f for f in functions.FUNCTIONS if not f.at and f.name not in ("experts_forward", "lora_pair")]
-# whose graphs with sizes that are not known take no time, and those whose graphs take long
-QUICKLY = {"rms_norm", "layer_norm", "swiglu", "geglu", "rotary_mul", "grouped_matmul", "fused_experts", "gating_top_k"}
-SLOWLY = {"chunk_kda", "selective_scan_fn", "linear_recurrence"}
+# graphs with sizes that are not known, of some, and those that take long, of which other tests have graphs of a kind
+QUICKLY = {"rms_norm", "swiglu", "fused_experts", "gating_top_k"}
+SLOWLY = {"chunk_gated_delta_rule", "chunk_kda", "selective_scan_fn", "linear_recurrence", "hyper_connection"}
+SLOWLY |= {"linear_cross_entropy", "linear_log_probs_and_entropy", "linear_generalized_jsd"}
 SIZES = [
     pytest.param(function, is_dynamic, marks=[pytest.mark.long] * (function.name in late))
     for is_dynamic, late in ((False, SLOWLY), (True, {function.name for function in FUNCTIONS} - QUICKLY))
@@ -71,7 +72,7 @@ def of_layers() -> list:
     cases = {
         case.name: case for case in CASES if case.name != "ScaledTokensMoEBlock"
     }  # looks at values of an activation
-    many = [name for name in cases if LAYERS[name] in ("RoPE", "LinearAttention")]
+    many = [name for name in cases if LAYERS[name] in ("RoPE", "LinearAttention", "FusedMoE")]
     late = {name for number, name in enumerate(many) if number % 5}
     return [pytest.param(case, marks=[pytest.mark.long] * (name in late), id=name) for name, case in cases.items()]
 

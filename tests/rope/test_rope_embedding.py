@@ -50,9 +50,7 @@ def kernelized(module: nn.Module) -> tuple[nn.Module, kernels_ext_npu.Row]:
     return model["rotary_emb"], row
 
 
-@pytest.mark.parametrize(
-    ("dtype", "scaling"), [(FLOAT32, 1.0), (BFLOAT16, 1.25), (torch.float16, 1.0)]
-)
+@pytest.mark.parametrize(("dtype", "scaling"), [(FLOAT32, 1.0), (BFLOAT16, 1.25), (torch.float16, 1.0)])
 @pytest.mark.parametrize("positions", [POSITIONS, POSITIONS[:1], POSITIONS[1:, 4:5]], ids=["rows", "one row", "decode"])
 def test_values_are_those_of_its_own_forward_to_the_bit(subtests, positions: Tensor, dtype, scaling: float) -> None:
     """Of the references; which classes these stand for is what matching is about."""

@@ -72,8 +72,9 @@ def of_layers() -> list:
     cases = {
         case.name: case for case in CASES if case.name != "ScaledTokensMoEBlock"
     }  # looks at values of an activation
-    many = [name for name in cases if LAYERS[name] in ("RoPE", "LinearAttention", "FusedMoE")]
+    many = [name for name in cases if LAYERS[name] in ("RoPE", "FusedMoE")]
     late = {name for number, name in enumerate(many) if number % 5}
+    late |= {name for name in cases if LAYERS[name] == "LinearAttention"}  # calls of functions
     return [pytest.param(case, marks=[pytest.mark.long] * (name in late), id=name) for name, case in cases.items()]
 
 

@@ -74,7 +74,7 @@ def of_layers() -> list:
     }  # looks at values of an activation
     many = [name for name in cases if LAYERS[name] in ("RoPE", "FusedMoE")]
     late = {name for number, name in enumerate(many) if number % 5}
-    late |= {name for name in cases if LAYERS[name] == "LinearAttention"}  # calls of functions
+    late |= {name for name in cases if LAYERS[name] == "LinearAttention"}  # of whose functions there are graphs
     return [pytest.param(case, marks=[pytest.mark.long] * (name in late), id=name) for name, case in cases.items()]
 
 

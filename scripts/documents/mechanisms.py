@@ -134,6 +134,13 @@ MECHANISMS = (
         off=((f"{_SWAPS}.linear.lora:_adapted_of", _none_of),),
     ),
     Mechanism(
+        "heads that share a key not repeated",
+        ("swaps/shared_heads.py", "matching/repeated_heads_scan.py"),
+        acts=(FORWARD, STEP),
+        off=(("kernels_ext_npu.lifecycle.pipeline:SWAPS", _all_but("shared heads")),),
+        models=("Qwen3-Next-80B-A3B",),
+    ),
+    Mechanism(
         "sums with the norm behind them",
         ("swaps/add_norm_fusion.py", "matching/residual_norm_scan.py"),
         acts=(TOKEN,),

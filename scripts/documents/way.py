@@ -54,6 +54,12 @@ WAY = (
         ("swaps.functions:apply", "matching.function_scan:uses"),
     ),
     Step(
+        "shared heads",
+        "Layers that repeat queries and keys for heads that share them, as transformers writes it before a gated delta "
+        "rule, hand them to the kernel as they are.",
+        ("swaps.shared_heads:apply", "matching.repeated_heads_scan:without_repeats"),
+    ),
+    Step(
         "attention",
         "What a config calls `sdpa` means the kernel on the NPU; the config stays as it is.",
         ("swaps.attention:apply", "swaps.attention.calls:stand_in"),

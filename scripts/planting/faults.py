@@ -162,6 +162,7 @@ FAULTS = (
         "return {}",
     ),
     _more("FusedMoE", "router.py", "their gradient", "grad, None, None", "return {}"),
+    _more("FusedMoE", "router_product.py", "logits in float32", "torch.mm(x, weight.t(), out_dtype", "return {}"),
     _more("FlashAttention", "operators.py", "attention", "torch.ops.npu.npu_fusion_attention_v3("),
     Fault(
         "FlashAttention",

@@ -103,6 +103,7 @@ def test_what_context_parallelism_does_not_compute_is_refused(
         ("gpt-oss, no groups", None, {}),  # as many key heads as heads: devices exchange them, and sinks with them
         ("gpt-oss, no groups", NAME, {"padding": 4}),
         ("Kimi Linear", None, {}),
+        ("Qwen3-Next", None, {}),  # whose two heads of keys are repeated for four of values
     ],
 )
 def test_context_parallelism_over_four_devices(model, attention, options, four_ranks, checkpoints, truths) -> None:

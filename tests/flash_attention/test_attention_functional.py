@@ -288,10 +288,13 @@ def test_what_does_not_fit_is_refused(kernel: ModuleType, change, message) -> No
         ([0, 3, 10], [0, 10], {}, "cu_seqlens_q has 2 sequences, cu_seqlens_k has 1"),
         ([0, 7, 3], [0, 3, 10], {}, "cu_seqlens_q must ascend"),
         ([0, 11], [0, 10], {}, "cu_seqlens_q must ascend from 0 to at most 10"),
+        ([1, 5, 10], [0, 5, 10], {}, "lengths of packed sequences must begin with 0, got 1, 5, 10"),
+        ([0, 10], torch.tensor([-1, 10]), {}, "lengths of packed sequences must begin with 0, got -1, 10"),
+        ([0, 10], [0, 10], {"softcap": -1.0}, "softcap must not be negative"),
         (torch.ones(2), [0, 10], {}, r"cu_seqlens_q must be \[1 \+ sequences\] integers"),
         ([0, 10], [0, 10], {"block_table": torch.zeros(1, 1)}, "block_table must be None"),
     ],
 )
-def test_lengths_that_do_not_fit_are_refused(kernel: ModuleType, ends, key_ends, options, message) -> None:
+def test_lengths_and_options_that_do_not_fit_are_refused(kernel: ModuleType, ends, key_ends, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         kernel.flash_attn_varlen_func(*tensors(10, 4, 8), ends, key_ends, **options)

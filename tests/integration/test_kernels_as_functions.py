@@ -1,5 +1,7 @@
 """`kernels_ext_npu.load`: the package of a kernel, from this package, without a network."""
 
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,5 +54,11 @@ def test_what_is_not_there_is_named() -> None:
         kernels_ext_npu.load("RMSNorm", source="bundle")
     with pytest.raises(ValueError, match="there is no kernel None: there are Activation, CrossEntropy"):
         kernels_ext_npu.load(None)
-    with pytest.raises(FileNotFoundError, match=r"source='None': .* A source is \"bundled\", \"hub\", or the path"):
-        kernels_ext_npu.load("RMSNorm", source=None)
+
+
+def test_what_is_no_source_is_told_what_is_one() -> None:
+    for use in (partial(kernels_ext_npu.load, "RMSNorm"), kernels_ext_npu.register):
+        for source in (None, 1, ["bundled"]):
+            said = f'source={source!r}: give "bundled", "hub", or the path of a clone of kernels-ext-npu'
+            with pytest.raises(TypeError, match=re.escape(said)):
+                use(source=source)

@@ -1,6 +1,7 @@
 """rotary_mul and its companions against float64: values, gradients, launches, layouts, limits, errors."""
 
 import math
+from collections import Counter
 from types import ModuleType
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import softnpu
+from kernels_ext_npu.measuring.costs import Cost
 from tests.support.rounding import FLOAT32, ROUNDING, assert_rounded, launched
 
 
@@ -190,3 +192,18 @@ def test_bad_dtypes_and_devices_are_named(kernel: ModuleType, changes, error, me
     shapes = {"x": (2, 3, 8), "cos": (2, 1, 8), "sin": (2, 1, 8)}
     with pytest.raises(error, match=message):
         kernel.rotary_mul(*(tensor(*shape, **changes.get(name, {})) for name, shape in shapes.items()))
+
+
+@pytest.mark.parametrize("heads_last", [True, False])
+def test_a_part_of_a_head_is_put_back_in_one_pass_each_way(kernel: ModuleType, heads_last: bool) -> None:
+    """And lies as it did, so that neither attention nor a product copies it."""
+    x = torch.randn((2, 6, 3, 64) if heads_last else (2, 3, 6, 64), device="npu", requires_grad=True)
+    cos, sin = (torch.randn(2, 6, 32, device="npu") for _ in range(2))
+    q = x.transpose(1, 2) if heads_last else x
+    layer = kernel.layers.RotaryPosEmbPartial()
+    with Cost() as cost:
+        y, _ = layer.forward(q, q.detach(), cos, sin)
+        y.backward(torch.ones_like(y))
+    assert dict(cost.launches - Counter(["ones_like"])) == {"npu_rotary_mul": 2, "npu_rotary_mul_backward": 1, "cat": 3}
+    assert y.stride() == q.stride()
+    assert x.grad.stride() == x.stride()

@@ -11,7 +11,7 @@ from kernels import get_local_kernel
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels_ext_npu.measuring.nested import tensors
+from kernels_ext_npu.measuring.costs import tensors
 from kernels_ext_npu.selftest import functions
 from kernels_ext_npu.selftest.cases import Function
 from kernels_ext_npu.selftest.functions.norms import gated, gelu_tanh
@@ -173,6 +173,18 @@ def our_routed(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tens
     return moe.fused_experts(x, index, weights, gate_up, down)
 
 
+def our_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return kernel("FlashAttention").flash_attn_func(q, k, v, causal=True)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute causal attention of ``[B, S, N, D]``, where two heads of q share one of k and v."""
+    k, v = (x.repeat_interleave(2, 2) for x in (k, v))
+    behind = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
+    scores = torch.einsum("bqnd,bknd->bnqk", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("bnqk,bknd->bqnd", scores.masked_fill(behind, -torch.inf).softmax(-1), v)
+
+
 TOKENS, MATRICES = (T, H), ((E, 2 * INNER, H), (E, H, INNER))
 MIXTURE = (TOKENS, (T, K), *MATRICES)
 CASES: dict[str, Case] = {
@@ -202,3 +214,6 @@ CASES: dict[str, Case] = {
     "listed experts": Case(partial(our_listed_experts, is_packed=True), experts, MIXTURE, is_node=True),
     "listed experts, two products": Case(partial(our_listed_experts, is_packed=False), experts, MIXTURE, is_node=True),
 }
+
+# whose gradient has derivatives where something is transformed, and nowhere else
+ATTENTION = Case(our_attention, attention, ((2, 5, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8)))

@@ -10,6 +10,7 @@ from .cann import CANN
 from .distributed import is_distributed
 from .operators import takes_sinks
 from .options import Band, Options, Sequences
+from .transforms import is_transformed
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_HEAD, _MOST_HEADS, _MOST_BATCHES = 768, 256, 2**21
@@ -40,7 +41,7 @@ def is_fused(query: Tensor, key: Tensor, value: Tensor, options: Options) -> boo
         and heads <= _MOST_HEADS
         and heads % key_heads == 0
         and query.shape[0] <= _MOST_BATCHES
-        and not options.needs_torch()
+        and not (options.needs_torch() or is_transformed())
         and (options.sink is None or takes_sinks())
         and options.dropout < 1
     )

@@ -27,8 +27,8 @@ def attend_in_torch(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tens
         ``[B, S_q, N, D_v]``.
     """
     groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+    if groups > 1:  # torch_npu's repeat_interleave loses tangents
+        key, value = (tensor[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for tensor in (key, value))
     scores = (query @ key.mT).mul(options.scale).to(_statistics_dtype(query))
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .attention import attend, attend_packed
 from .in_graphs import attend_packed_in_graph, stays_whole
-from .lengths import ends_of, require_within
+from .lengths import ends_in, ends_of, require_within
 from .options import Band, Options, Sequences
 
 
@@ -141,6 +141,8 @@ def _options(
         raise TypeError(f"{name}: q must be floating point, got {q.dtype}")
     if not 0 <= dropout < 1:
         raise ValueError(f"{name}: dropout_p must be in [0, 1), got {dropout}")
+    if softcap < 0:
+        raise ValueError(f"{name}: softcap must not be negative, and 0 for none, got {softcap}")
     heads = q.shape[-2]
     if sink is not None and sink.shape != (heads,):
         raise ValueError(f"{name}: s_aux must be [{heads}], a value for each head of q, got {list(sink.shape)}")
@@ -163,7 +165,7 @@ def _ends(name: str, what: str, cumulative: Tensor | Sequence[int], tensor: Tens
             raise ValueError(f"{name}: {what} must be [1 + sequences] integers, got {list(cumulative.shape)}")
         ends = ends_of(cumulative)
     else:
-        ends = tuple(int(end) for end in cumulative[1:])
+        ends = ends_in(cumulative)
     require_within(name, what, ends, tensor.shape[0])
     return ends
 

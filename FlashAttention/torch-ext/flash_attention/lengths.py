@@ -6,6 +6,7 @@ A read lets the host wait for all that was launched before it.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from weakref import WeakSet
 
 import torch
@@ -75,10 +76,17 @@ def ends_of(cumulative: Tensor) -> tuple[int, ...]:
     if followed and _is_known(cumulative):
         return _known[cumulative][1]
     with unseen():
-        ends = tuple(cumulative.tolist()[1:])
+        ends = ends_in(cumulative.tolist())
     if followed:
         _known[cumulative] = (cumulative._version, ends)
     return ends
+
+
+def ends_in(cumulative: Sequence[int]) -> tuple[int, ...]:
+    """Return where each sequence ends, of numbers that say where each begins and where the last one ends."""
+    if cumulative and cumulative[0] != 0:
+        raise ValueError(f"the lengths of packed sequences must begin with 0, got {', '.join(map(str, cumulative))}")
+    return tuple(map(int, cumulative[1:]))
 
 
 def require_within(name: str, what: str, ends: tuple[int, ...], tokens: int) -> None:
@@ -101,7 +109,7 @@ def read_together(*cumulative: Tensor) -> None:
     with unseen():
         values = torch.cat(unknown).cpu().split([len(tensor) for tensor in unknown])
     for tensor, read in zip(unknown, values):
-        _known[tensor] = (tensor._version, tuple(read.tolist()[1:]))
+        _known[tensor] = (tensor._version, ends_in(read.tolist()))
 
 
 def in_other_sequences(

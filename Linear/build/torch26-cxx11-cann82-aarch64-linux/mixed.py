@@ -24,25 +24,32 @@ def takes(x: Tensor, dtype: torch.dtype) -> bool:
     matmul/mat_mul_v3/op_host/op_api/aclnn_addmm.cpp), so that the sum is rounded once.
     """
     is_mixed = x.dtype is torch.bfloat16 and dtype is torch.float32
-    return is_mixed and x.numel() >= LARGE and x.device.type == "npu" and _has_wide_result()
+    return is_mixed and x.numel() >= LARGE and x.device.type == "npu" and has_wide_result()
+
+
+def has_wide_result() -> bool:
+    """Tell whether torch_npu has a kernel for ``mm.dtype``. A compiler cannot look, and casts."""
+    if torch.compiler.is_compiling() or not hasattr(torch.ops.aten.mm, "dtype"):
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm.dtype", "PrivateUse1")
 
 
 def mixed_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute ``left @ right`` of two matrices, one of float32 and one of bfloat16, in float32."""
     if left.dtype is torch.float32:
-        parts = torch.mm(torch.cat(_pieces(left)), right, out_dtype=torch.float32).unflatten(0, (3, -1))
+        parts = torch.mm(torch.cat(pieces_of(left)), right, out_dtype=torch.float32).unflatten(0, (3, -1))
         return torch.sum(parts, 0, out=out)
-    parts = torch.mm(left, torch.cat(_pieces(right), 1), out_dtype=torch.float32).unflatten(1, (3, -1))
+    parts = torch.mm(left, torch.cat(pieces_of(right), 1), out_dtype=torch.float32).unflatten(1, (3, -1))
     return torch.sum(parts, 1, out=out)
 
 
 def add_mixed(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
     """Add ``scale * left @ right`` of two small matrices of float32 to one of bfloat16, in place, rounded once."""
-    (high, low), (other_high, other_low) = _pieces(left, 2), _pieces(right, 2)
+    (high, low), (other_high, other_low) = pieces_of(left, 2), pieces_of(right, 2)
     total.addmm_(torch.cat((high, high, low), 1), torch.cat((other_high, other_low, other_high)), alpha=scale)
 
 
-def _pieces(matrix: Tensor, number: int = 3) -> list[Tensor]:
+def pieces_of(matrix: Tensor, number: int = 3) -> list[Tensor]:
     """Cut a matrix of float32 into some of bfloat16: three add up to it, unless a number is not finite.
 
     The upper half of a number's bits is a number of bfloat16, and what it leaves out of it is one of float32 again:
@@ -55,10 +62,3 @@ def _pieces(matrix: Tensor, number: int = 3) -> list[Tensor]:
         rest = rest - pieces[-1] if pieces else rest
         pieces.append(rest.view(torch.bfloat16)[:, 1::2])
     return [piece.t() for piece in pieces] if is_transposed else pieces
-
-
-def _has_wide_result() -> bool:
-    """Tell whether torch_npu has a kernel for ``mm.dtype``. A compiler cannot look, and casts."""
-    if torch.compiler.is_compiling() or not hasattr(torch.ops.aten.mm, "dtype"):
-        return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm.dtype", "PrivateUse1")

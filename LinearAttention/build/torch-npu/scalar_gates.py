@@ -42,7 +42,7 @@ def gradients_of_gates(
         decays: of them.
         of_products: the gradients of products.
         between: Γ.
-        of_led: those of keys and queries with their decays; they are written over.
+        of_led: those of keys and queries with their decays.
     """
     query, key, beta, shared, (lead, trail, _) = chunks.query, chunks.key, chunks.beta, chunks.shared, decays
     carried = lead * (dots(of_led.query, query, shared) - dots(of_led.key, key, shared))
@@ -50,10 +50,10 @@ def gradients_of_gates(
     sums = torch.bmm(of_products.pairs, beta) - beta * of_products.given + carried
 
     between = between * beta.transpose(-1, -2)
-    grad_keys, grad_queries = (_of_group(grad * between, shared) for grad in (of_products.keys, of_products.queries))
+    grad_keys, grad_queries = (_summed(shared, (grad, between)) for grad in (of_products.keys, of_products.queries))
     grad_keys.diagonal(dim1=-2, dim2=-1).zero_()
-    grad_query = torch.baddbmm(_of_group(of_led.query.mul_(lead), shared), grad_queries, key)
-    grad_key = _of_group(of_led.trailed.mul_(trail * beta).addcmul_(of_led.key, lead, value=-1), shared)
+    grad_query = torch.baddbmm(_summed(shared, (of_led.query, lead)), grad_queries, key)
+    grad_key = _summed(shared, (of_led.trailed, trail * beta), (of_led.key, -lead))
     grad_key = torch.baddbmm(grad_key, grad_queries.transpose(-1, -2), query)
     grad_key = torch.baddbmm(grad_key, grad_keys + grad_keys.transpose(-1, -2), key, alpha=-1)
     return Gradients(grad_query, grad_key, sums, kept, kept * beta)
@@ -64,9 +64,15 @@ def _weighted(x: Tensor, weights: Tensor, shared: int) -> Tensor:
     return (x.unsqueeze(1) * weights.unflatten(0, (-1, shared))).flatten(0, 1)
 
 
-def _of_group(x: Tensor, shared: int) -> Tensor:
-    """Add up over the heads that share a key: ``[M / shared, C, D]``."""
-    return x.unflatten(0, (-1, shared)).sum(1) if shared > 1 else x
+def _summed(shared: int, *weighted: tuple[Tensor, Tensor]) -> Tensor:
+    """Add up pairs of ``[M, C, D]`` and weights ``[M, C, 1 or D]`` over the heads that share a key."""
+    (first, weights), *others = [
+        parts for pair in weighted for parts in zip(*(x.unflatten(0, (-1, shared)).unbind(1) for x in pair))
+    ]
+    total = first * weights
+    for x, weights in others:
+        total = torch.addcmul(total, x, weights)
+    return total
 
 
 def _between(gates: Gates) -> Tensor:

@@ -58,13 +58,14 @@ class _Halving(NamedTuple):
 def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor, Led]:
     """Compute ``Σ_d k_id k_jd Γ_ijd`` for j < i and ``Σ_d q_id k_jd Γ_ijd`` for j ≤ i, between no Γ and eQ.
 
-    Keys and queries take in the decays of one halving after the other, until they have those of the whole chunk.
+    Keys and queries take in the decays of one halving after the other, until they have those of the whole chunk. The
+    keys of the chunks are written over.
     """
     query, key = chunks.query, chunks.key
     of_keys, of_queries = (key[:, 0, 0].new_zeros(len(key), CHUNK, CHUNK) for _ in range(2))
     of_queries.diagonal(dim1=-2, dim2=-1).copy_(dots(query, key).squeeze(-1))
     whole = _first_decays(chunks.gates)  # of halves, and of tokens at first
-    later_key, later_query, earlier = key * whole, query * whole, key.clone()
+    later_key, later_query, earlier = key * whole, query * whole, key
     size = 1
     while size < CHUNK:
         for x, found in ((later_key, of_keys), (later_query, of_queries)):

@@ -77,9 +77,11 @@ class RotaryPosEmbInterleavedTail(Layer):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
         check(cos, sin, times=2, partial=True, x=x)
         cos, sin = each_twice(cos).unsqueeze(unsqueeze_dim), each_twice(sin).unsqueeze(unsqueeze_dim)
-        kept = x.shape[-1] - cos.shape[-1]
-        rotated = rotate(x[..., kept:], cos, sin, True, True).to(x.dtype)
-        return torch.cat((x[..., :kept], rotated), -1) if kept else rotated
+        width = cos.shape[-1]
+        if width == x.shape[-1]:
+            return rotate(x, cos, sin, True, True).to(x.dtype)
+        rest, part = x.split((x.shape[-1] - width, width), -1)
+        return torch.cat((rest, rotate(part, cos, sin, True, True).to(x.dtype)), -1)
 
 
 class RotaryPosEmbEveryTwo(Layer):

@@ -129,10 +129,10 @@ class RotaryPosEmbPatches(Layer):
                 f"q {list(q.shape)} and k {list(k.shape)} must have equally many positions, and at least as many as "
                 f"cos {list(cos.shape)}"
             )
-        q_rotated, k_rotated = rotate(q[..., prefix:, :], cos, sin), rotate(k[..., prefix:, :], cos, sin)
         if prefix == 0:
-            return q_rotated, k_rotated
-        return torch.cat((q[..., :prefix, :], q_rotated), -2), torch.cat((k[..., :prefix, :], k_rotated), -2)
+            return rotate(q, cos, sin), rotate(k, cos, sin)
+        (q_first, q_rest), (k_first, k_rest) = (x.split((prefix, sin.shape[-2]), -2) for x in (q, k))
+        return torch.cat((q_first, rotate(q_rest, cos, sin)), -2), torch.cat((k_first, rotate(k_rest, cos, sin)), -2)
 
 
 class RotaryPosEmbSingle(Layer):

@@ -25,11 +25,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, float
 
 
 def rotate_part(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate as much of the last dimension as cos is wide, and pass the rest through."""
+    """Rotate as much of the last dimension as cos is wide, and pass the rest through.
+
+    The result lies in memory as x does, heads last or not. The gradient of a split puts its parts together in one pass,
+    where those of two slices are filled up with zeros and added.
+    """
     width = cos.shape[-1]
     if width == x.shape[-1]:
         return rotate(x, cos, sin, interleaved)
-    return torch.cat((rotate(x[..., :width], cos, sin, interleaved), x[..., width:]), -1)
+    if x.dim() == cos.dim() == 4 and x.stride(1) < x.stride(2):  # [B, N, S, D] as a view of [B, S, N, D]
+        x, cos, sin = (tensor.transpose(1, 2) for tensor in (x, cos, sin))
+        return rotate_part(x, cos, sin, interleaved).transpose(1, 2)
+    part, rest = x.split((width, x.shape[-1] - width), -1)
+    return torch.cat((rotate(part, cos, sin, interleaved), rest), -1)
 
 
 def rotate_complex(tensors: tuple[Tensor, Tensor], factors: Tensor) -> tuple[Tensor, Tensor]:

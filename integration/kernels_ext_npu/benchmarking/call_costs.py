@@ -31,10 +31,6 @@ NO_TIMES = (
 )
 
 
-class NoTimesError(RuntimeError):
-    """There is no device here whose times would mean anything."""
-
-
 def method(repeats: int) -> str:
     """Say how times are measured."""
     return (
@@ -63,15 +59,15 @@ def record(before: Before, run: Run, warm_up: int, repeats: int) -> list[tuple[A
     return events
 
 
-def times(before: Before, run: Run, warm_up: int, repeats: int) -> list[float]:
-    """Return the milliseconds of each of some runs; those of the software device are refused, whoever asks."""
+def times(before: Before, run: Run, repeats: int) -> dict[str, float]:
+    """Return the spread of the times of some runs; nothing of the software device, whoever asks."""
     if softnpu.is_software():
-        raise NoTimesError(NO_TIMES)
-    return [start.elapsed_time(end) for start, end in record(before, run, warm_up, repeats)]
+        return {}
+    return spread([start.elapsed_time(end) for start, end in record(before, run, WARM_UP, repeats)])
 
 
 def spread(times: list[float]) -> dict[str, float]:
-    """Return median, quartiles and number of some times."""
+    """Return median, quartiles and number of some milliseconds."""
     lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
     return {"median_ms": median, "lower_quartile_ms": lower, "upper_quartile_ms": upper, "repeats": len(times)}
 

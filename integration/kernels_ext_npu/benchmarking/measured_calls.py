@@ -13,14 +13,14 @@ import torch
 import torch_npu
 from transformers import PreTrainedModel
 
-import softnpu
 from kernels_ext_npu.benchmarking import agreement, call_costs, recorded_calls
 from kernels_ext_npu.benchmarking.agreement import Distances
-from kernels_ext_npu.benchmarking.call_costs import Before, Run, Work
+from kernels_ext_npu.benchmarking.call_costs import Work
 from kernels_ext_npu.benchmarking.options import DTYPES
 from kernels_ext_npu.benchmarking.providers import ORIGINAL, Provider
-from kernels_ext_npu.benchmarking.recorded_calls import Call, Phase, phases, record
+from kernels_ext_npu.benchmarking.recorded_calls import HEAD, STEP, Call, Phase, phases, record
 from kernels_ext_npu.benchmarking.shrunk_models import Model
+from kernels_ext_npu.environment import first_line
 from kernels_ext_npu.measuring.distance import DisagreementError, distances
 
 CallsOf = Callable[[Model, PreTrainedModel, Phase], list[Call]]
@@ -67,11 +67,11 @@ def run(
     Raises:
         RefusedError: the model cannot be built.
     """
-    parts = [kernel for kernel in kernels if kernel not in recorded_calls.OF_WHOLE_MODELS]
+    parts = [kernel for kernel in kernels if kernel not in (STEP, HEAD)]
     for phase in phases(tokens):
         if parts:
             yield from _run_phase(model, dtype, phase, partial(record, kernels=parts), found, repeats)
-        if whole := recorded_calls.wanted_of_whole(kernels, phase):
+        if whole := [kernel for kernel in kernels if kernel == STEP or (kernel == HEAD and phase.training)]:
             calls_of = partial(recorded_calls.whole_model_calls, kernels=whole)
             yield from _run_phase(model.whole(), dtype, phase, calls_of, found, repeats)
 
@@ -138,7 +138,8 @@ def _compared(
         agreement.check(measured, originals.get(work.call, measured), work.dtype)
         distance = max((each.norm for each in measured.values()), default=0.0)
         for direction, (before, timed) in work.directions().items():
-            yield replace(result, direction=direction, distance=distance, figures=_figures(before, timed, repeats))
+            figures = call_costs.count(before, timed) | call_costs.times(before, timed, repeats)
+            yield replace(result, direction=direction, distance=distance, figures=figures)
     except DisagreementError as error:
         yield replace(result, refused=f"disagrees: {error}", wrong=True)
     except Exception as error:  # whatever an operator raises: the others go on
@@ -148,11 +149,4 @@ def _compared(
 
 
 def _sentence(error: Exception) -> str:
-    return f"raised {type(error).__name__}: {(str(error).strip() or 'without a word').splitlines()[0]}"
-
-
-def _figures(before: Before, measured: Run, repeats: int) -> dict[str, Any]:
-    figures: dict[str, Any] = call_costs.count(before, measured)
-    if not softnpu.is_software():
-        figures |= call_costs.spread(call_costs.times(before, measured, call_costs.WARM_UP, repeats))
-    return figures
+    return f"raised {type(error).__name__}: {first_line(error)}"

@@ -21,13 +21,8 @@ def choose(option: str, asked: Iterable[str], known: Iterable[str], others: bool
     by_name = {name.lower(): name for name in known}
     for name in asked:
         if name.lower() not in by_name and not others:
-            raise unknown(option, name, known)
+            raise RefusedError(f"{option} {name}: {choices(name, known)}")
     return list(dict.fromkeys(by_name.get(name.lower(), name) for name in asked)) or list(by_name.values())
-
-
-def unknown(option: str, name: str, known: Iterable[str]) -> RefusedError:
-    """Make the refusal of a name that is unknown."""
-    return RefusedError(f"{option} {name}: {choices(name, known)}")
 
 
 def choose_dtypes(asked: Iterable[str]) -> list[str]:

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from functools import partial
 
 from torch import nn
@@ -30,7 +30,7 @@ Provider = Callable[[PreTrainedModel], AbstractContextManager[Refusal]]
 
 def providers() -> tuple[dict[str, Provider], str]:
     """Return who is here, by name, and the version of LLaMA-Factory, or why it is not one of them."""
-    found: dict[str, Provider] = {ORIGINAL: _original, OURS: _ours}
+    found: dict[str, Provider] = {ORIGINAL: lambda model: nullcontext(lambda call: None), OURS: _ours}
     if importlib.util.find_spec("llamafactory") is None:
         return found, "not installed"
     version = installed("llamafactory") or "of unknown version"  # a folder on the path
@@ -40,12 +40,6 @@ def providers() -> tuple[dict[str, Provider], str]:
     except Exception as error:  # whatever its modules need
         return found, f"{version}, whose NPU kernels cannot be imported: {error}"
     return found | {LLAMA_FACTORY: partial(_llama_factory, apply)}, version
-
-
-@contextmanager
-def _original(model: PreTrainedModel) -> Iterator[Refusal]:
-    """Leave a model as it is."""
-    yield lambda call: None
 
 
 @contextmanager

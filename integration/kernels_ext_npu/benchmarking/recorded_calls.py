@@ -21,11 +21,11 @@ from transformers.utils import ModelOutput
 from kernels_ext_npu.benchmarking.shrunk_models import SEED, Model
 from kernels_ext_npu.catalogue import IMPLEMENTATION, LAYERS
 from kernels_ext_npu.matching.function_scan import Use, uses
-from kernels_ext_npu.measuring.nested import tensors
+from kernels_ext_npu.measuring.costs import tensors
 from kernels_ext_npu.reporting.report import report
 
 SEQUENCES = 32  # in decoding
-STEP, HEAD = OF_WHOLE_MODELS = ("step", "CrossEntropy")
+STEP, HEAD = "step", "CrossEntropy"  # of whole models
 REPOSITORIES = LAYERS | {IMPLEMENTATION: "FlashAttention"}  # by what a report calls a kernel
 
 
@@ -188,11 +188,6 @@ def _copied(given: Any, dtype: torch.dtype | None = None) -> Any:
         return tensor.requires_grad_() if value.requires_grad else tensor.clone()
 
     return tree_map(copied, given, is_leaf=_is_cache)
-
-
-def wanted_of_whole(kernels: list[str], phase: Phase) -> list[str]:
-    """Return which calls of a whole model there are in a phase, of those that were asked for."""
-    return [kernel for kernel in kernels if kernel == STEP or (kernel == HEAD and phase.training)]
 
 
 def whole_model_calls(source: Model, model: PreTrainedModel, phase: Phase, kernels: list[str]) -> list[Call]:

@@ -11,9 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kernels_ext_npu import model_configs
-from kernels_ext_npu.benchmarking.options import unknown
 from kernels_ext_npu.catalogue import ROUTERS
-from kernels_ext_npu.environment import RefusedError, first_line
+from kernels_ext_npu.environment import RefusedError, choices, first_line
 from kernels_ext_npu.inspection import subject
 from kernels_ext_npu.reporting.report import report
 
@@ -85,7 +84,7 @@ def load(name: str, shrink: int) -> Model:
     except subject.CannotInspectError as error:
         if "/" in name:
             raise RefusedError(f"--model: {error}") from error
-        raise RefusedError(f"{unknown('--model', name, model_configs.PUBLISHED)}. Of others: {error}") from error
+        raise RefusedError(f"--model {name}: {choices(name, model_configs.PUBLISHED)}. Of others: {error}") from error
     source = model_configs.source(name) if name in model_configs.PUBLISHED else "; ".join([name, *found.remarks])
     config = found.config.get_text_config(decoder=True)
     vocabulary = -(-getattr(config, "vocab_size", VOCABULARY) // shrink)  # one without cannot be built, and says so

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,7 +17,7 @@ def check_is_module(function: str, model: object) -> None:
     """Raise a TypeError that names the public function if it was called with anything but a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"{function}: {model!r} is a {type(model).__name__}, and a loaded model is needed: "
+            f"{function}: {reprlib.repr(model)} is a {type(model).__name__}, and a loaded model is needed: "
             "AutoModelForCausalLM.from_pretrained(..., device_map='npu')"
         )
 

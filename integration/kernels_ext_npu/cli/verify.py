@@ -81,7 +81,7 @@ def _report(name: str, commit: str | None, found: list[Verified], machine: Machi
     return {
         "name": name,
         "commit": commit,
-        "intact": all(entry.intact for entry in found),
+        "intact": not any(entry.problems for entry in found),
         "variants": {
             entry.variant: {"files": entry.files, "signature": entry.signature, "problems": entry.problems}
             for entry in found

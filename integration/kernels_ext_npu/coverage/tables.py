@@ -56,14 +56,14 @@ def to_json(rows: Sequence[Row]) -> dict:
             model_type: {
                 "folder": row.folder.name,
                 "kernels": {kernel.name: _count(row.of(kernel)) for kernel in SERVING},
-                "entries": [_entry(kernel, e) for kernel, e in _entries(row)],
+                "entries": _entries(row),
                 "with": list(row.parts),
                 "not_imported": row.missing,
             }
             for row in rows
             for model_type in row.folder.model_types
         },
-        "shared": [_entry(kernel, e) for row in rows if not row.folder.model_types for kernel, e in _entries(row)],
+        "shared": [entry for row in rows if not row.folder.model_types for entry in _entries(row)],
     }
 
 
@@ -138,12 +138,12 @@ def name_of(entry: Entry) -> str:
     return entry.name if entry.name[0].isupper() else f"{entry.file}:{entry.name}"
 
 
-def _entries(row: Row) -> Iterator[tuple[Repository, Entry]]:
-    return ((kernel, entry) for kernel in SERVING for entry in row.of(kernel))
-
-
-def _entry(kernel: Repository, e: Entry) -> dict[str, str | None]:
-    return {"kernel": kernel.name, "kind": e.kind, "name": e.name, "layer": e.layer, "reason": e.reason}
+def _entries(row: Row) -> list[dict[str, str | None]]:
+    return [
+        {"kernel": kernel.name, "kind": e.kind, "name": e.name, "layer": e.layer, "reason": e.reason}
+        for kernel in SERVING
+        for e in row.of(kernel)
+    ]
 
 
 def _types(folders: Iterable[Folder]) -> set[str]:

@@ -67,15 +67,9 @@ def inputs(config: Any) -> Inputs:
     return {"input_ids": ids, "mm_token_type_ids": kinds, "pixel_values": patches, "image_grid_thw": grid}
 
 
-def on(device: str, made: Inputs) -> Inputs:
-    """Return the inputs on a device."""
-    return {name: value.to(device) for name, value in made.items()}
-
-
 NEW_TOKENS = 8
 LEARNING_RATE = 0.1
 _NORM_OPERATORS = "npu_rms_norm", "npu_gemma_rms_norm"
-Gradients = dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -121,7 +115,7 @@ def compare(folder: Path, steps: int, in_graphs: bool = False) -> Result:
     expected_losses = _losses(original, made, steps)
 
     model = load(folder, device_map="npu", use_kernels=True)
-    moved = on("npu", made)
+    moved = {name: value.to("npu") for name, value in made.items()}
     report = kernels_ext_npu.report(model)
     same_tokens = torch.equal(expected_tokens, _tokens(model, moved).cpu())
     softnpu.reset_counters()
@@ -178,7 +172,7 @@ def logits(model: Any, made: Inputs) -> Tensor:
     return model(**made).logits
 
 
-def gradients(model: nn.Module, made: Inputs) -> Gradients:
+def gradients(model: nn.Module, made: Inputs) -> dict[str, Tensor | None]:
     """Compute the gradients of one step, without what is drawn at random: two devices draw differently.
 
     Returns:

@@ -2,7 +2,7 @@
 
 Variants share nearly all of their files, so each content is there once, under its sha256. Nothing is compressed, dated
 or ordered by chance: the same content gives the same bytes on every machine. What is read must be, to the byte, what
-would be written.
+would be written: so whatever else an archive may hold, links or names that are there twice, is refused at the end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import re
 import stat
 import struct
 import zipfile
-from collections import Counter
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path, PurePosixPath
@@ -25,7 +24,6 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 LARGEST = 256 * 2**20  # bytes; a repository takes about four hundred thousand
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError, OSError, struct.error)
 
@@ -56,11 +54,7 @@ class KernelRepository:
 def pack(repositories: list[KernelRepository]) -> bytes:
     """Return the bytes of the bundle that holds these repositories; refuse paths that none can hold, and too much."""
     files = {f"{each.name}/{path}": content for each in repositories for path, content in each.files.items()}
-    problems = _unsafe(files)
-    if sum(map(len, files.values())) > LARGEST:
-        problems.append(f"more than {LARGEST} bytes")
-    if problems:
-        raise BundleError("\n".join(problems))
+    refuse(_unfit({path: len(content) for path, content in files.items()}))
     members = {_place(_digest(content)): content for content in files.values()}
     return _zip(members | {MANIFEST: _manifest(repositories)})
 
@@ -77,17 +71,25 @@ def unpack(archive: Path) -> list[KernelRepository]:
         raise BundleError(f"{archive} cannot be read: {error.strerror}") from error
     try:
         with zipfile.ZipFile(BytesIO(data)) as opened:
-            problems = _not_plain(opened.infolist(), len(data))
-            members = {} if problems else {name: opened.read(name) for name in opened.namelist()}
+            entries = opened.infolist()
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):  # whose sizes may be a lie
+                raise BundleError(f"{archive}: its files are compressed, as those of a bundle are not")
+            if sum(entry.file_size for entry in entries) > len(data):
+                raise BundleError(f"{archive}: its files would be larger than the archive, so that it is no bundle")
+            members = {name: opened.read(name) for name in opened.namelist()}
     except _BROKEN as error:
         raise BundleError(f"{archive}: not a bundle, or cut short or changed on its way: {error}") from error
-    if not problems:
-        repositories, problems = _read(members)
-        if not problems and pack(repositories) != data:
-            problems = ["the archive differs from the one that its content makes: bytes were added or changed"]
-    if problems:
-        raise BundleError("\n".join(f"{archive}: {problem}" for problem in problems))
+    repositories, problems = _read(members)
+    if not problems and pack(repositories) != data:
+        problems = ["the archive is not the one that its content makes: something was added, changed or packed anew"]
+    refuse([f"{archive}: {problem}" for problem in problems])
     return repositories
+
+
+def refuse(problems: list[str]) -> None:
+    """Raise BundleError with these reasons, if there are any."""
+    if problems:
+        raise BundleError("\n".join(problems))
 
 
 def _place(digest: str) -> str:
@@ -127,30 +129,16 @@ def _zip(members: dict[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def _not_plain(entries: list[zipfile.ZipInfo], size: int) -> list[str]:
-    """Name what is no regular, uncompressed file with a name of its own below the archive's root."""
-    count = Counter(entry.filename for entry in entries)
-    problems = [f"{name!r} is in it {times} times" for name, times in count.items() if times > 1]
-    problems += _unsafe(count)
-    for entry in entries:
-        if stat.S_IFMT(entry.external_attr >> 16) != stat.S_IFREG:
-            problems.append(f"{entry.filename!r} is a link, a folder or a device, not a file")
-        if entry.compress_type != zipfile.ZIP_STORED:
-            problems.append(f"{entry.filename!r} is compressed, as no file of a bundle is")
-    if sum(entry.file_size for entry in entries) > size:
-        problems.append("its files would be larger than the archive")
-    return problems
-
-
-def _unsafe(names: dict[str, Any]) -> list[str]:
-    """Name what could be written outside the folder that it is meant for, or cannot be written at all."""
-    problems = []
-    for name in names:
+def _unfit(sizes: dict[str, int]) -> list[str]:
+    """Name what could be written outside the folder that it is meant for, or cannot be written at all, and too much."""
+    total = sum(sizes.values())
+    problems = [f"its files have {total} bytes, and those of a bundle at most {LARGEST}"] if total > LARGEST else []
+    for name in sizes:
         parts = name.split("/")
         plain = name.isascii() and name.isprintable() and {"\\", ":"}.isdisjoint(name)
         if not plain or not {"", ".", ".."}.isdisjoint(parts):
             problems.append(f"{name!r} is not a path that a bundle may hold")
-        problems += [f"{name!r} lies below a file" for parent in PurePosixPath(name).parents if str(parent) in names]
+        problems += [f"{name!r} lies below a file" for parent in PurePosixPath(name).parents if str(parent) in sizes]
     return problems
 
 
@@ -167,8 +155,7 @@ def _read(members: dict[str, bytes]) -> tuple[list[KernelRepository], list[str]]
             for name, repository in manifest["repositories"].items()
             for path, entry in repository["files"].items()
         }
-        if (size := sum(size for _, size in promised.values())) > LARGEST:
-            return [], [f"its files would have {size} bytes, and those of a bundle have at most {LARGEST}"]
+        problems = _unfit({path: size for path, (_, size) in promised.items()})
         places = {path: _place(digest) for path, (digest, _) in promised.items()}
         repositories = [
             _repository(name, entry, {path: members.get(places[f"{name}/{path}"], b"") for path in entry["files"]})
@@ -176,9 +163,7 @@ def _read(members: dict[str, bytes]) -> tuple[list[KernelRepository], list[str]]
         ]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         return [], [f"{MANIFEST} is missing or is not the manifest of a bundle: {type(error).__name__}: {error}"]
-    problems = _unsafe(promised)
     problems += [f"{path} is missing" for path, place in places.items() if place not in members]
-    problems += [f"{name} is not in the manifest" for name in members.keys() - set(places.values())]
     digests = {place: (_digest(content), len(content)) for place, content in members.items()}
     for path, place in places.items():
         if place in digests and digests[place] != promised[path]:
@@ -188,8 +173,6 @@ def _read(members: dict[str, bytes]) -> tuple[list[KernelRepository], list[str]]
 
 def _repository(name: str, entry: dict[str, Any], files: dict[str, bytes]) -> KernelRepository:
     version, commit = entry["version"], entry["hub-commit"]
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"a repository cannot be called {name!r}")
     if type(version) is not int or version < 0:
         raise ValueError(f"{name} has the version {version!r}")
     if commit is not None and not _COMMIT.fullmatch(commit):

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import uuid
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.distribution import bundle_archive, sources
-from kernels_ext_npu.distribution.bundle_archive import BundleError, KernelRepository
+from kernels_ext_npu.distribution.bundle_archive import BundleError, KernelRepository, refuse
 from kernels_ext_npu.distribution.sources import ORGANISATION
 from kernels_ext_npu.distribution.variants import contents, is_bytecode, left_out
 from kernels_ext_npu.distribution.verification import verify_build
@@ -43,7 +42,7 @@ def write(output: Path, source: str | Path = "bundled") -> list[KernelRepository
         except FileNotFoundError as error:
             raise BundleError(str(error)) from error
         repositories = [_from_folder(sources.root(source) / name) for name in catalogue.REPOSITORIES]
-    _refuse(_problems(repositories))
+    refuse(_problems(repositories))
     content = bundle_archive.pack(repositories)
     try:
         _write(output, content, output.absolute().parent)
@@ -61,7 +60,7 @@ def install(archive: Path) -> list[Place]:
     """
     cache = cache_folder()
     repositories = bundle_archive.unpack(archive)
-    _refuse([f"{archive}: {problem}" for problem in _problems(repositories)])
+    refuse([f"{archive}: {problem}" for problem in _problems(repositories)])
     try:
         return put_into_cache(repositories, cache)
     except OSError as error:
@@ -69,11 +68,6 @@ def install(archive: Path) -> list[Place]:
             f"{cache} cannot be written: {error.strerror}. Set HF_HOME to a folder that you may write to, here and "
             "where the kernels are loaded."
         ) from error
-
-
-def _refuse(problems: list[str]) -> None:
-    if problems:
-        raise BundleError("\n".join(problems))
 
 
 def _problems(repositories: list[KernelRepository]) -> list[str]:
@@ -111,21 +105,7 @@ def _from_folder(folder: Path) -> KernelRepository:
     except ValueError as error:
         raise BundleError(str(error)) from error
     files = {f"build/{path}": content for path, content in found.items()}
-    return KernelRepository(folder.name, _version(files), files)
-
-
-def _version(files: dict[str, bytes]) -> int:
-    """Return the version that the first metadata says.
-
-    Where others do not agree they are refused later, as is metadata without one.
-    """
-    for path, content in files.items():
-        if path.endswith("/metadata.json"):
-            try:
-                return int(json.loads(content)["version"])
-            except (KeyError, TypeError, ValueError):
-                break
-    return sources.VERSION
+    return KernelRepository(folder.name, sources.VERSION, files)
 
 
 def _from_hub(name: str) -> KernelRepository:
@@ -142,7 +122,7 @@ def _from_hub(name: str) -> KernelRepository:
             files = contents(folder)
     except Exception as error:  # whatever the Hub's client makes of a missing repository or network
         raise BundleError(f"{repo_id} cannot be downloaded from {api.endpoint}: {first_line(error)}") from error
-    _refuse([f"{repo_id}: {problem}" for problem in problems])
+    refuse([f"{repo_id}: {problem}" for problem in problems])
     return KernelRepository(name, sources.VERSION, files, commit)
 
 
@@ -184,8 +164,7 @@ def put_into_cache(repositories: list[KernelRepository], cache: Path) -> list[Pl
         OSError: a file cannot be written.
     """
     places = [_place(repository, cache) for repository in repositories]
-    problems = [problem for place in places for problem in (*_differences(place), *_hidden(place, cache))]
-    _refuse(problems)
+    refuse([problem for place in places for problem in (*_differences(place), *_hidden(place, cache))])
     for place in places:
         for path, content in place.repository.files.items():
             if not (place.snapshot / path).is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 ORGANISATION = "kernels-ext-npu"
 VERSION = 1  # of the kernel repositories' interface, the branch v1 on the Hub
+_SOURCES = '"bundled", "hub", or the path of a clone of kernels-ext-npu'
 
 
 def layer_sources(
@@ -49,6 +51,7 @@ def load(kernel: str, source: str | Path = "bundled") -> ModuleType:
     Raises:
         ValueError: there is no such kernel.
         FileNotFoundError: the source does not hold it.
+        TypeError: the source is neither text nor a path.
 
     Example:
         >>> import softnpu  # before torch, on a machine without an NPU
@@ -87,9 +90,7 @@ def check(source: str | Path, repositories: Collection[str]) -> None:
         wrong = (
             f'did you mean "{near[0]}"?' if near and not folder.exists() else f"{folder} has no {', '.join(missing)}."
         )
-        raise FileNotFoundError(
-            f'source={str(source)!r}: {wrong} A source is "bundled", "hub", or the path of a clone of kernels-ext-npu.'
-        )
+        raise FileNotFoundError(f"source={str(source)!r}: {wrong} A source is {_SOURCES}.")
 
 
 def root(source: str | Path) -> Path:
@@ -97,7 +98,9 @@ def root(source: str | Path) -> Path:
 
     The bundled ones are inside the installed package, and in a clone beside it: the package is built from them.
     """
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(f"source={source!r}: give {_SOURCES}")
     if source != "bundled":
-        return Path(str(source)).expanduser().resolve()
+        return Path(source).expanduser().resolve()
     package = Path(__file__).parent.parent
     return package / "bundled" if (package / "bundled").is_dir() else package.parent.parent

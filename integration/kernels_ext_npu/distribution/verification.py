@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,11 +35,6 @@ class Verified:
     signature: str = "absent"
     is_variant: bool = False  # whether `kernels` would see a variant there, and not what lies beside them
 
-    @property
-    def intact(self) -> bool:
-        """Whether nothing is wrong with it."""
-        return not self.problems
-
 
 def verify_build(build: Path) -> list[Verified]:
     """Verify every variant below the folder ``build`` of a kernel repository, and that they fit one another."""
@@ -50,14 +44,11 @@ def verify_build(build: Path) -> list[Verified]:
             found.append(verify_variant(path))
         elif not path.is_dir():
             found.append(Verified(path.name, path, problems=[f"{path.name}: a file where variants are"]))
-    by_id: dict[str | None, list[Verified]] = defaultdict(list)
     for verified in found:
-        by_id[verified.id].append(verified)
-    for same_id, sharers in by_id.items():
-        if same_id is not None and len(sharers) > 1:
-            names = ", ".join(verified.variant for verified in sharers)
-            for verified in sharers:
-                verified.problems.append(f"{METADATA}: the id {same_id} is that of {names}: they would share modules")
+        sharers = [other.variant for other in found if other.id == verified.id]
+        if verified.id is not None and len(sharers) > 1:
+            said = f"the id {verified.id} is that of {', '.join(sharers)}: they would share modules"
+            verified.problems.append(f"{METADATA}: {said}")
     return found
 
 

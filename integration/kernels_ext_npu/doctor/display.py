@@ -27,9 +27,8 @@ def show(console: Console, report: dict[str, Any]) -> None:
     console.print()
     asking = [check for check in report["checks"] if check["verdict"] in ("problem", "warning")]
     if asking:
-        console.print("What to do", style="bold")
+        console.print("What to do\n", style="bold")
     for check in sorted(asking, key=lambda check: check["verdict"] != "problem"):
-        console.print()
         title = Text(f"{check['verdict']}: ", style=STYLES[check["verdict"]])
         console.print(title.append(f"{check['check']}: {check['summary']}"))
         if check["advice"]:
@@ -38,7 +37,6 @@ def show(console: Console, report: dict[str, Any]) -> None:
             console.print(f"    {line}", soft_wrap=True, highlight=False, markup=False)
         if check["see"]:
             console.print(Text(f'More: {page()}, "{check["see"]}"', style="dim"), soft_wrap=True)
-    if asking:
         console.print()
     console.print(Text(_verdict(report), style="bold green" if report["healthy"] else "bold red"))
 
@@ -46,10 +44,8 @@ def show(console: Console, report: dict[str, Any]) -> None:
 def page() -> str:
     """Return where the page on errors is: inside the installed package, or in the clone that this is."""
     package = Path(__file__).parent.parent
-    for path in (package / "troubleshooting.md", package.parent.parent / "docs" / "troubleshooting.md"):
-        if path.is_file():
-            return str(path)
-    return "docs/troubleshooting.md"
+    places = package / "troubleshooting.md", package.parent.parent / "docs" / "troubleshooting.md"
+    return str(next((path for path in places if path.is_file()), "docs/troubleshooting.md"))
 
 
 def _verdict(report: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import PathFinder
@@ -83,23 +84,11 @@ def constants(path: Path) -> dict[str, Any]:
     return found
 
 
-def unmet(package: Package) -> list[tuple[Requirement, Package]]:
-    """Find the requirements of a package that this environment does not meet, with what is there."""
-    found = []
-    for requirement in package.requires:
-        there = read(requirement.name)
-        if there.version is None or not requirement.specifier.contains(there.version, prereleases=True):
-            found.append((requirement, there))
-    return found
-
-
 def _requirements(lines: Any) -> list[Requirement]:
     parsed = []
     for line in lines:
-        try:
+        with suppress(InvalidRequirement):
             requirement = Requirement(line)
-        except InvalidRequirement:
-            continue
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            parsed.append(requirement)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                parsed.append(requirement)
     return parsed

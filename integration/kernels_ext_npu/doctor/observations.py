@@ -60,9 +60,7 @@ def run(
                 while (said := child.hear(end - time.monotonic())) is not None and "ended" not in said:
                     _note(outcome, said)
                 if said is None and not outcome.errors:
-                    signal, code = child.death()
-                    how = f"died of {signal}" if signal else f"ended by itself with code {code}"
-                    outcome.failure = f"{outcome.step}: the process {how}"
+                    outcome.failure = f"{outcome.step}: the process {child.death()}"
             except queue.Empty:
                 outcome.hung, outcome.failure = True, f"{outcome.step}: no end after {limit:.0f} s"
                 child.kill()
@@ -209,11 +207,6 @@ class Observations:
         named = [self.disk.facts.get(name) for name in ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")]
         places = [place for place in named if place and place["version"] is not None]
         return [place for place in [*places, *self.disk.facts.get("found", [])] if not place["software"]]
-
-    @property
-    def cann_scripts(self) -> tuple[str, ...]:
-        """The commands that set up one of these releases."""
-        return scripts(self.cann_places)
 
     @property
     def expects_a_card(self) -> bool:

@@ -199,38 +199,32 @@ def _cache() -> dict[str, Any]:
 
 def _cached(name: str, machine: Any) -> dict[str, Any]:
     """Look for a repository as `kernels` does without a network: it wants a note of the commit and all files of it."""
-    from kernels_ext_npu.distribution import bundles, targets
+    from huggingface_hub import snapshot_download
 
+    from kernels_ext_npu.distribution import bundles, published, targets
+
+    repo_id = f"{sources.ORGANISATION}/{name}"
     try:
         folder = bundles.cache_folder()
         snapshots = folder / f"kernels--{sources.ORGANISATION}--{name}" / "snapshots"
         if not snapshots.is_dir() or not any(snapshots.iterdir()):
             return {"state": "absent"}
         try:
-            snapshot = _offline(f"{sources.ORGANISATION}/{name}", folder)
+            found = snapshot_download(
+                repo_id,
+                repo_type=published.KERNEL,
+                revision=published.cached_commit(repo_id, sources.VERSION),
+                cache_dir=folder,
+                ignore_patterns=kernels_internals.find("kernels.resolver._BYTECODE_IGNORE_PATTERNS"),
+                local_files_only=True,
+            )
         except Exception as error:  # whatever the Hub's client makes of what it finds
             return {"state": "incomplete", "reason": f"{type(error).__name__}: {first_line(error)}"}
-        found = _verified([each for found in targets.verify_at(snapshot).values() for each in found], name, machine)
-        return {"state": "damaged" if found["problems"] else "complete", "commit": snapshot.name} | found
+        snapshot = Path(found).resolve()
+        verified = _verified([each for found in targets.verify_at(snapshot).values() for each in found], name, machine)
+        return {"state": "damaged" if verified["problems"] else "complete", "commit": snapshot.name} | verified
     except (OSError, ValueError, RefusedError) as error:
         return {"state": "unreadable", "reason": f"{type(error).__name__}: {error}"}
-
-
-def _offline(repo_id: str, folder: Path) -> Path:
-    """Return the folder that `kernels` would load from."""
-    from huggingface_hub import HfApi
-
-    from kernels_ext_npu.distribution import published
-
-    found = HfApi().snapshot_download(
-        repo_id,
-        repo_type=published.KERNEL,
-        revision=published.cached_commit(repo_id, sources.VERSION),
-        cache_dir=folder,
-        ignore_patterns=kernels_internals.find("kernels.resolver._BYTECODE_IGNORE_PATTERNS"),
-        local_files_only=True,
-    )
-    return Path(str(found)).resolve()
 
 
 # ---- the Hub, asked what `kernels` asks it, without torch ------------------------------------------------------------

@@ -200,12 +200,12 @@ def _check_heads(model: PreTrainedModel, ranks: int) -> None:
             width = getattr(model.get_submodule(path.rpartition(".")[0]), "head_dim", None)
             if isinstance(width, int) and re.search(r"\b[qkv]_proj$", path):
                 heads[path] = module.out_features // width
-    if any(number % ranks for number in heads.values()):
-        path = next(path for path, number in heads.items() if number % ranks)
-        raise CannotInspectError(
-            f"--tp {ranks} does not divide the {heads[path]} heads of {path}: give one of "
-            f"{_divisors(math.gcd(*heads.values()))}, and --fsdp for more ranks"
-        )
+    for path, number in heads.items():
+        if number % ranks:
+            raise CannotInspectError(
+                f"--tp {ranks} does not divide the {number} heads of {path}: give one of "
+                f"{_divisors(math.gcd(*heads.values()))}, and --fsdp for more ranks"
+            )
 
 
 def _check_experts(model: PreTrainedModel, ranks: int) -> None:

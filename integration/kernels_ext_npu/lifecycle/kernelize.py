@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from kernels import Mode
 from torch import nn
 
 from kernels_ext_npu.binding import lazy_swap, registration, use_kernels_flag
@@ -11,9 +12,6 @@ from kernels_ext_npu.binding.devices import assume_npu_if_meta, check_is_module,
 from kernels_ext_npu.lifecycle import pipeline
 from kernels_ext_npu.lifecycle.register import register
 from kernels_ext_npu.swaps.sequence import SWAPS
-
-if TYPE_CHECKING:
-    from kernels import Mode
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -32,7 +30,7 @@ def kernelize(model: Model, mode: Mode | None = None) -> Model:
         The model itself.
 
     Raises:
-        TypeError: it is no module, such as the name of a model.
+        TypeError: it is no module, such as the name of a model, or the mode is no ``kernels.Mode``.
         ValueError: no part of the model is on the NPU.
 
     Example:
@@ -49,6 +47,8 @@ def kernelize(model: Model, mode: Mode | None = None) -> Model:
         3
     """
     check_is_module("kernelize", model)
+    if not isinstance(mode, Mode | None):
+        raise TypeError(f"kernelize: mode must be a kernels.Mode, such as kernels.Mode.TRAINING, got {mode!r}")
     devices = {computes_on(tensor) for tensor in (*model.parameters(), *model.buffers())}
     with assume_npu_if_meta(model) as without_weights:
         if "npu" not in devices and not without_weights:

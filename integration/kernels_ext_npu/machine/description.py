@@ -62,15 +62,14 @@ def signs(root: Path) -> dict[str, Any]:
 
     Containers see these even if they were given none.
     """
-    nodes = [name for name in _names(root / "dev") if re.fullmatch(r"davinci\d+", name)]
-    slots = root / "sys/bus/pci/devices"
+    nodes = sorted(path.name for path in (root / "dev").glob("*") if re.fullmatch(r"davinci\d+", path.name))
     driver = _value(root / "usr/local/Ascend/driver/version.info", "version")
     if driver is None and os.path.isfile(root / "etc/ascend_install.info"):
         driver = "unknown"
     return {
         "nodes": [f"/dev/{name}" for name in nodes],
         "closed": [f"/dev/{name}" for name in nodes if not os.access(root / "dev" / name, os.R_OK | os.W_OK)],
-        "cards": [slot for slot in _names(slots) if _is_card(slots / slot)],
+        "cards": sorted(slot.name for slot in (root / "sys/bus/pci/devices").glob("*") if _is_card(slot)),
         "driver": driver,
     }
 
@@ -141,10 +140,3 @@ def _read(path: Path) -> str:
         return path.read_text(errors="replace").strip()
     except OSError:
         return ""
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []

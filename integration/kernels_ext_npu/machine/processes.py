@@ -78,15 +78,15 @@ class Child:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(PATIENCE)
 
-    def death(self) -> tuple[str | None, int | None]:
-        """Return the name of the signal that ended it, None if it ended by itself, and its exit code."""
+    def death(self) -> str:
+        """Say how it ended: by which signal, or by itself."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(PATIENCE)
         code = self._process.poll()
         if code is None or code >= 0:
-            return None, code
+            return f"ended by itself with code {code}"
         known = {number.value: number.name for number in signal.Signals}
-        return known.get(-code, f"signal {-code}"), code
+        return f"died of {known.get(-code, f'signal {-code}')}"
 
     def printed(self) -> str:
         """Return the end of what it printed."""

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch_npu
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import softnpu
-from kernels_ext_npu.measuring.nested import tensors
+from kernels_ext_npu.measuring.products import name_of
 from softnpu.counting import STREAM_SYNCS
 
 # allocations, and a note to the allocator
@@ -49,12 +50,14 @@ class Cost(TorchDispatchMode):
 
     def count(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> int | None:
         """Count a call, and return the bytes that it moves; None if it is no launch."""
-        given = tensors(result)
-        name = operator._schema.name.partition("::")[2]
-        moves = operator.namespace != "prim" and name not in NO_LAUNCHES and not _is_view(operator)
-        if not moves or not (given or _writes(operator)):
+        name, given = name_of(operator), tensors(result)
+        is_view = operator.is_view or name == "_unsafe_view"
+        if operator.namespace == "prim" or is_view or name in NO_LAUNCHES:
             return None
-        read = {key: value for key, value in kwargs.items() if not _is_out(operator, key)}
+        if not given and not operator._schema.is_mutable:  # operators of FSDP2 write, and give nothing
+            return None
+        out = {argument.name for argument in operator._schema.arguments if argument.is_out}
+        read = {key: value for key, value in kwargs.items() if key not in out}
         unread = _unread(name, args, kwargs, given) + self._left(name, args, kwargs, given)
         moved = bytes_of((args, read, result)) - unread
         launched, times = what_runs(operator, args, kwargs)
@@ -96,7 +99,12 @@ def what_runs(operator: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tup
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", "PrivateUse1")
         if ends is not None and not has_kernel:
             return "mm", ends.numel()
-    return operator._schema.name.partition("::")[2], 1
+    return name_of(operator), 1
+
+
+def tensors(values: Any) -> list[torch.Tensor]:
+    """Return all tensors in some values, however they are nested."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def bytes_of(values: Any) -> int:
@@ -141,24 +149,6 @@ def _unread(name: str, args: tuple, kwargs: dict, given: list[torch.Tensor]) -> 
     else:
         return 0
     return max(0, len(weight) - rows) * bytes_of(weight[0])
-
-
-def _writes(operator: torch._ops.OpOverload) -> bool:
-    """Tell whether an operator writes into what it is given, as operators of FSDP2 do that give nothing."""
-    return any(
-        argument.alias_info is not None and argument.alias_info.is_write for argument in operator._schema.arguments
-    )
-
-
-def _is_out(operator: torch._ops.OpOverload, name: str) -> bool:
-    """Tell whether an argument is where an operator puts its result, which it does not read: ``out=``."""
-    return any(argument.is_out for argument in operator._schema.arguments if argument.name == name)
-
-
-def _is_view(operator: torch._ops.OpOverload) -> bool:
-    returns = operator._schema.returns
-    aliased = any(value.alias_info is not None and not value.alias_info.is_write for value in returns)
-    return aliased or operator._schema.name in ("aten::_unsafe_view", "aten::_reshape_alias", "aten::detach")
 
 
 class Counted:

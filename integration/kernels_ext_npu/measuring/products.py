@@ -13,8 +13,6 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-Formula = Callable[[dict[str, Any], Any], float]
-
 # what names of operators that multiply have in them, and names that have it and are of operators that do not
 _MULTIPLIES = re.compile(
     r"mm(?![a-z])|mmv|matmul|attention|attn|linear|conv(?!ert)|^(add)?mv$|dot$|_dot_|linalg_|triangular_solve|cholesky"
@@ -179,7 +177,8 @@ def _linear_cross_entropy_backward(given: dict[str, Any], result: Any) -> float:
     return (2 if given.get("softmax") is not None else 3) * _linear_cross_entropy(given, result)
 
 
-_FORMULAS: dict[str, Formula] = {  # by the name without the _ of what writes in place
+# by the name without the _ of what writes in place
+_FORMULAS: dict[str, Callable[[dict[str, Any], Any], float]] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "addmm", "baddbmm", "linear", "npu_linear"), _matmul),
     "matmul_backward": _matmul_backward,
     "npu_linear_backward": _linear_backward,

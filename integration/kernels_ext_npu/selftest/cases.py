@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -40,10 +41,15 @@ class Function(_Titled):
 
     def compare(self, kernel: ModuleType, dtype: torch.dtype, device: str = "npu") -> Difference:
         """Compute it on a device and on the host, and return how far they are apart."""
-        function = getattr(kernel, self.name)
+        return comparing.difference(*self.compute(getattr(kernel, self.name), self.exact, dtype, device))
+
+    def compute(
+        self, function: Callable, exact: Callable, dtype: torch.dtype, device: str = "npu"
+    ) -> tuple[Results, Results]:
+        """Return what a function gives that is called like this one, and what it has to give by an exact one."""
         arguments = comparing.rounded(self.arguments(), dtype)
-        found = comparing.results(lambda *t: self.call(function, *t), comparing.moved(arguments, device))
-        return comparing.difference(found, comparing.exact(self.exact, arguments))
+        found = comparing.results(partial(self.call, function), comparing.moved(arguments, device))
+        return found, comparing.exact(exact, arguments)
 
 
 @dataclass(frozen=True)
@@ -71,11 +77,11 @@ def at_limits(
     return [Function(repository, name, call, exact, drawn(*given), at) for at, given in shapes.items()]
 
 
-def drawn(*shapes: tuple[int, ...]) -> Arguments:
+def drawn(*shapes: tuple[int, ...], scale: float = 1.0) -> Arguments:
     """Draw tensors, the same each time."""
 
     def draw() -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(0)
-        return tuple(torch.randn(shape, generator=generator) for shape in shapes)
+        return tuple(scale * torch.randn(shape, generator=generator) for shape in shapes)
 
     return draw

@@ -18,6 +18,7 @@ from kernels_ext_npu.machine.cann_releases import Release, release_of
 from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.comparing import Results
 from kernels_ext_npu.selftest.functions.attention import packed
+from kernels_ext_npu.selftest.functions.norms import EPS, quick_gelu, rms_norm
 from kernels_ext_npu.selftest.functions.rotary import rotated
 
 OLDEST, NEVER = (0, 0), (99, 0)
@@ -68,17 +69,14 @@ def _rotated_together(heads: int) -> Pair:
     return list(found), [rotated(x.double().view(-1, 128), cos.double(), sin.double()).view(1, -1) for x in (q, k)]
 
 
-def _rotated(shape: tuple[int, ...], table: tuple[int, ...]) -> Pair:
-    given = _draw(*shape), *_tables(*table)
-    found = torch.ops.npu.npu_rotary_mul(*(t.to("npu") for t in given), "half")
-    return [found], [rotated(*(t.double() for t in given))]
-
-
-def _rotated_back(shape: tuple[int, ...], table: tuple[int, ...]) -> Pair:
-    grad, (cos, sin) = _draw(*shape), _tables(*table)
-    given = (t.to("npu") for t in (grad, grad, cos, sin))
-    found = torch.ops.npu.npu_rotary_mul_backward(*given, "half")[0]
-    return [found], [rotated(grad.double(), cos.double(), -sin.double())]
+def _rotated(shape: tuple[int, ...], table: tuple[int, ...], back: bool = False) -> Pair:
+    x, (cos, sin) = _draw(*shape), _tables(*table)
+    given = [t.to("npu") for t in (x, cos, sin)]
+    if back:  # of a gradient, beside whatever was rotated
+        found, sin = torch.ops.npu.npu_rotary_mul_backward(given[0], *given, "half")[0], -sin
+    else:
+        found = torch.ops.npu.npu_rotary_mul(*given, "half")
+    return [found], [rotated(*comparing.doubled((x, cos, sin)))]
 
 
 def _gated(experts: int, writes_scores: bool = False) -> Pair:
@@ -112,8 +110,8 @@ def _summed(added: bool) -> Pair:
 
 def _normed(dtype: torch.dtype) -> Pair:
     x, weight = _draw(4, 64), _draw(64, seed=1, dtype=dtype)
-    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * weight.double()
-    return [torch.ops.npu.npu_rms_norm(x.to("npu"), weight.to("npu"), 1e-6)[0]], [exact]
+    found = torch.ops.npu.npu_rms_norm(x.to("npu"), weight.to("npu"), EPS)[0]
+    return [found], [rms_norm(x.double(), weight.double())]
 
 
 def _fast_gelu(captured: bool) -> Pair:
@@ -126,7 +124,7 @@ def _fast_gelu(captured: bool) -> Pair:
         graph.replay()
     else:
         found = torch.ops.npu.npu_fast_gelu(given)
-    return [found], [x.double() * torch.sigmoid(1.702 * x.double())]
+    return [found], [quick_gelu(x.double())]
 
 
 def _packed(size: int, before: int, ends_on: str = "host", trains: bool = True) -> Pair:
@@ -156,8 +154,8 @@ LIMITS = (
     Limit("npu_mrope, 54 heads of 128", lambda: _rotated_together(54), (9, 0)),
     Limit("npu_rotary_mul, four dimensions", lambda: _rotated((1, 9, 2, 64), (1, 9, 1, 64)), OLDEST),
     Limit("npu_rotary_mul, three dimensions", lambda: _rotated((9, 2, 64), (9, 1, 64)), (8, 5)),
-    Limit("npu_rotary_mul_backward, 8 of 9", lambda: _rotated_back((8, 2, 9, 64), (8, 1, 9, 64)), OLDEST),
-    Limit("npu_rotary_mul_backward, 8 of 8", lambda: _rotated_back((8, 2, 8, 64), (8, 1, 8, 64)), NEVER),
+    Limit("npu_rotary_mul_backward, 8 of 9", lambda: _rotated((8, 2, 9, 64), (8, 1, 9, 64), back=True), OLDEST),
+    Limit("npu_rotary_mul_backward, 8 of 8", lambda: _rotated((8, 2, 8, 64), (8, 1, 8, 64), back=True), NEVER),
     Limit("npu_moe_gating_top_k, 256 experts", lambda: _gated(256), OLDEST),
     Limit("npu_moe_gating_top_k, 128 experts", lambda: _gated(128), (8, 3)),
     Limit("npu_moe_gating_top_k, all scores", lambda: _gated(256, writes_scores=True), (8, 3)),

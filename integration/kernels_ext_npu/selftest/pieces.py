@@ -23,15 +23,15 @@ from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.cases import Case, Function
 from kernels_ext_npu.selftest.functions import FUNCTIONS
 from kernels_ext_npu.selftest.layers.layer_cases import CASES
-from kernels_ext_npu.selftest.limits import DTYPE, LIMITS, Limit
+from kernels_ext_npu.selftest.limits import DTYPE, LIMITS
 
 QUICK_MODELS = ("Qwen3", "Qwen3-MoE")
-Piece = Callable[[str], dict[str, Any]]
+Piece = Callable[[], dict[str, Any]]
 _kernel = cache(sources.load_package)
 
 
-def pieces(quick: bool) -> dict[str, Piece]:
-    """Return what there is to do: by id, what does it with a source of kernels.
+def pieces(quick: bool, source: str = "bundled") -> dict[str, Piece]:
+    """Return what there is to do with the kernels of a source, by id.
 
     Args:
         quick: functions only with what every machine has to take, in bfloat16 and float32, and two models.
@@ -46,11 +46,11 @@ def pieces(quick: bool) -> dict[str, Piece]:
             if case.repository != repository or (quick and (case.at or not isinstance(case, Function))):
                 continue
             for dtype in (torch.float32, torch.bfloat16) if quick else comparing.DTYPES:
-                found[f"{repository} | {case.title} | {name(dtype)}"] = partial(_compare_case, case, dtype)
+                found[f"{repository} | {case.title} | {name(dtype)}"] = partial(_compare_case, case, dtype, source)
     for model in QUICK_MODELS if quick else TINY:
-        found[f"models | {model} | float32"] = partial(_compare_model, model)
+        found[f"models | {model} | float32"] = partial(_compare_model, model, source)
     for limit in () if quick else LIMITS:
-        found[f"limits | {limit.title} | {name(DTYPE)}"] = partial(_ask_limit, limit)
+        found[f"limits | {limit.title} | {name(DTYPE)}"] = limit.ask
     return found
 
 
@@ -72,10 +72,6 @@ def _compare_case(case: Case, dtype: torch.dtype, source: str) -> dict[str, Any]
     tolerance = comparing.TOLERANCE[dtype]
     judged = {"tolerance": tolerance, "agrees": found.largest <= tolerance, "peak_bytes": held.number}
     return found._asdict() | judged
-
-
-def _ask_limit(limit: Limit, source: str) -> dict[str, Any]:
-    return limit.ask()
 
 
 def _compare_model(model: str, source: str) -> dict[str, Any]:

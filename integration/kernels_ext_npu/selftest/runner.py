@@ -92,8 +92,7 @@ def _follow(child: Child, outcome: Outcome, limit: float, tell: Tell) -> bool:
             outcome.fail(running, f"did not end within {limit:.0f} s", refused)
             return False
         if said is None:
-            signal, code = child.death()
-            how = f"crashed: {signal}" if signal else f"ended with {code}"
+            how = child.death()
             if running is not None:
                 outcome.fail(running, f"its process {how}", refused)
             elif not outcome.ids:

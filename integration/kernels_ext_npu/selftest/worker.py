@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import traceback
 
-import httpx2
-
 from kernels_ext_npu import environment
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.distribution import sources
+from kernels_ext_npu.distribution import published, sources
 from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.machine.processes import say
 
@@ -33,14 +31,17 @@ def work(source: str, quick: bool, only: list[str], done: list[str]) -> None:
         environment.check()
         sources.check(source, REPOSITORIES)
         say(machine=description.describe())
-        if source == "hub":
-            _ask_hub()
+        if source == "hub":  # without a kernel from there every piece would wait for one
+            try:
+                sources.load_package("hub", REPOSITORIES[0])
+            except published.FAILURES as error:
+                raise RefusedError(f"the kernels cannot be loaded from the Hub: {error}") from error
     except (RuntimeError, ImportError, FileNotFoundError, RefusedError) as error:  # these say what to do
         say(failed=str(error))
         return
     from kernels_ext_npu.selftest import pieces
 
-    wanted = {identity: piece for identity, piece in pieces.pieces(quick).items() if _is_wanted(identity, only)}
+    wanted = {identity: piece for identity, piece in pieces.pieces(quick, source).items() if _is_wanted(identity, only)}
     refused = pieces.refused()
     say(ids=list(wanted))
     for identity, piece in wanted.items():
@@ -48,7 +49,7 @@ def work(source: str, quick: bool, only: list[str], done: list[str]) -> None:
             continue
         say(begins=identity, refused=identity in refused)
         try:
-            found = piece(source)
+            found = piece()
         except Exception as error:
             traceback.print_exc()
             say(ends=identity, error=f"{type(error).__name__}: {error}")
@@ -58,14 +59,6 @@ def work(source: str, quick: bool, only: list[str], done: list[str]) -> None:
         else:
             say(ends=identity, **found)
     say(done=True)
-
-
-def _ask_hub() -> None:
-    """Load a kernel from the Hub: without one every piece would wait for it."""
-    try:
-        sources.load_package("hub", REPOSITORIES[0])
-    except (OSError, httpx2.HTTPError) as error:
-        raise RefusedError(f"the kernels cannot be loaded from the Hub: {error}") from error
 
 
 def _is_wanted(identity: str, only: list[str]) -> bool:

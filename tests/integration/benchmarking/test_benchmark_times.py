@@ -38,8 +38,7 @@ def test_events_enclose_each_run_and_nothing_else(monkeypatch) -> None:
 
 @pytest.mark.software
 def test_the_software_device_gives_no_times_whoever_asks() -> None:
-    with pytest.raises(call_costs.NoTimesError, match="The software device computes on the host"):
-        call_costs.times(lambda: None, lambda _: None, warm_up=0, repeats=2)
+    assert call_costs.times(lambda: None, lambda _: None, repeats=2) == {}
 
 
 @pytest.mark.parametrize("times", [[3.0, 1.0, 2.0, 5.0, 4.0], [1.0] * 50, [0.1, 0.2, 9.0, 0.15], [1.0, 2.0]])

@@ -146,21 +146,19 @@ FORGED = {
     "C:/escape.py": "is not a path",
     "A/\u202efdp.py": "is not a path",
     f"{FIRST}/below.py": f"'{FIRST}/below.py' lies below a file",
-    "A/build/torch-npu/extra.py": "A/build/torch-npu/extra.py is not in the manifest",
-    "more.py": "more.py is not in the manifest",
 }
+ADDED = "the archive is not the one that its content makes: something was added, changed or packed anew"
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_a_name_that_does_not_belong_is_refused(tmp_path: Path, name: str) -> None:
-    """In the archive, which holds no paths, and in the manifest, which does."""
-    forged = [[*members(PACKED), (FIRST, b""), (name, b"import os")]]
-    if "not in the manifest" not in FORGED[name]:
-        small = {f"{each.name}/{path}": data for each in SMALL for path, data in each.files.items()}
-        forged.append(promised(small | {name: b""}))
-    for content in forged:
-        said = refusal(zipped(content), tmp_path)
-        assert any(words in said for words in (FORGED[name], "a repository cannot be called"))
+def test_a_path_that_no_bundle_may_hold_is_refused(tmp_path: Path, name: str) -> None:
+    small = {f"{each.name}/{path}": data for each in SMALL for path, data in each.files.items()}
+    assert FORGED[name] in refusal(zipped(promised(small | {name: b""})), tmp_path)
+
+
+@pytest.mark.parametrize("name", [*FORGED, FIRST, "more.py", f"contents/{'0' * 64}"])
+def test_what_the_manifest_does_not_name_is_refused(tmp_path: Path, name: str) -> None:
+    assert ADDED in refusal(zipped([*members(PACKED), (name, b"import os")]), tmp_path)
 
 
 def test_much_of_little_is_refused(tmp_path: Path, monkeypatch) -> None:
@@ -169,7 +167,7 @@ def test_much_of_little_is_refused(tmp_path: Path, monkeypatch) -> None:
     archive = zipped(promised(many))
     assert len(archive) < 2**16
     monkeypatch.setattr(bundle_archive, "LARGEST", 2**16)
-    assert "its files would have 819200 bytes" in refusal(archive, tmp_path)
+    assert "its files have 819200 bytes" in refusal(archive, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -177,13 +175,17 @@ def test_much_of_little_is_refused(tmp_path: Path, monkeypatch) -> None:
 )
 def test_what_is_not_a_file_is_refused(tmp_path: Path, mode: int) -> None:
     forged = [*members(PACKED), (special("A/build/link", mode), b"/etc/passwd")]
-    assert "'A/build/link' is a link, a folder or a device" in refusal(zipped(forged), tmp_path)
+    assert ADDED in refusal(zipped(forged), tmp_path)
 
 
 def test_a_name_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="Duplicate"):
-        twice = zipped([*members(PACKED), *[(FIRST, b"import os")] * 2])
-    assert f"'{FIRST}' is in it 2 times" in refusal(twice, tmp_path)
+        twice = zipped([*members(PACKED), members(PACKED)[-1]])
+    assert ADDED in refusal(twice, tmp_path)
+
+
+def test_the_same_content_in_another_order_is_refused(tmp_path: Path) -> None:
+    assert ADDED in refusal(zipped(sorted(members(PACKED))), tmp_path)
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
@@ -191,7 +193,7 @@ def test_a_decompression_bomb_is_refused_unopened(tmp_path: Path, method: int, m
     bomb = zipped([(FIRST, bytes(10 * 2**20))], compression=method)
     assert len(bomb) < 2**15
     monkeypatch.setattr(zipfile.ZipFile, "open", None)
-    assert f"'{FIRST}' is compressed" in refusal(bomb, tmp_path)
+    assert "compressed" in refusal(bomb, tmp_path)
 
 
 def test_files_that_share_bytes_of_the_archive_are_refused(tmp_path: Path) -> None:
@@ -216,7 +218,7 @@ def test_what_is_too_large_is_refused_unread(tmp_path: Path, monkeypatch) -> Non
     with pytest.raises(BundleError, match=f"{bundle_archive.LARGEST + 1} bytes, and a bundle has at most"):
         bundle_archive.unpack(path)
     monkeypatch.setattr(bundle_archive, "LARGEST", 10)
-    with pytest.raises(BundleError, match="more than 10 bytes"):
+    with pytest.raises(BundleError, match="and those of a bundle at most 10"):
         bundle_archive.pack(SMALL)
 
 
@@ -242,10 +244,13 @@ def test_missing_and_changed_files_are_all_named(tmp_path: Path) -> None:
         (lambda m: m["repositories"]["A"].update(version=True), "A has the version True"),
         (lambda m: m["repositories"]["A"].update({"hub-commit": "main"}), "A has the commit 'main'"),
         (lambda m: m["repositories"]["A"].update({"hub-commit": "../" * 13 + "x"}), "A has the commit"),
-        (lambda m: m["repositories"].update({"..": m["repositories"].pop("A")}), "cannot be called '..'"),
-        (lambda m: m["repositories"]["A"]["files"].clear(), "is not in the manifest"),
-        (lambda m: m["repositories"]["A"].update(note="hello"), "bytes were added or changed"),
-        (lambda m: m.update(note="hello"), "bytes were added or changed"),
+        (
+            lambda m: m["repositories"].update({"..": m["repositories"].pop("A")}),
+            "'../build/torch-npu/__init__.py' is not a path",
+        ),
+        (lambda m: m["repositories"]["A"]["files"].clear(), "something was added"),
+        (lambda m: m["repositories"]["A"].update(note="hello"), "something was added"),
+        (lambda m: m.update(note="hello"), "something was added"),
     ],
 )
 def test_a_wrong_manifest_is_refused(tmp_path: Path, change, words: str) -> None:

@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import kernels_ext_npu
@@ -28,6 +29,11 @@ def test_the_name_of_a_model_is_not_taken_for_one(function: str) -> None:
     sentence = rf"{function}: 'Qwen/Qwen3-8B' is a str, and a loaded model is needed: .*from_pretrained"
     with pytest.raises(TypeError, match=sentence):
         getattr(kernels_ext_npu, function)("Qwen/Qwen3-8B")
+
+
+def test_a_mode_that_is_none_is_explained() -> None:
+    with pytest.raises(TypeError, match=r"mode must be a kernels.Mode, such as kernels.Mode.TRAINING, got 'training'"):
+        kernels_ext_npu.kernelize(nn.Linear(2, 2).to("npu"), mode="training")  # type: ignore[arg-type]
 
 
 # None: no file that names one

@@ -31,7 +31,7 @@ def load(name, **options):
     return auto.from_pretrained(FOLDER / name, dtype=torch.float32, device_map="npu", **options)
 
 def use(model):
-    made = model_comparison.on("npu", model_comparison.inputs(model.config))
+    made = {name: value.to("npu") for name, value in model_comparison.inputs(model.config).items()}
     model.train()
     model(**made, labels=made["input_ids"]).loss.backward()
     model.eval().generate(**made, max_new_tokens=2, do_sample=False)

@@ -101,7 +101,7 @@ def test_a_crash_has_a_name_and_the_rest_goes_on(tmp_path) -> None:
         tell=lambda done, total, what: told.append((done, total, what)),
     )
     failed = {identity: row["error"] for identity, row in outcome.rows.items() if not row["agrees"]}
-    assert failed == {"Activation | quick_gelu | float32": "its process crashed: SIGABRT"}
+    assert failed == {"Activation | quick_gelu | float32": "its process died of SIGABRT"}
     assert len(outcome.ids) == 3 + 1 == len(told)
     assert told[-1] == (3, 4, "SwiGLU | clipped_swiglu | float32")
     assert not outcome.agrees

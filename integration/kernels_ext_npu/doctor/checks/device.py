@@ -76,16 +76,16 @@ def cann(seen: Observations) -> Finding:
     """Check which CANN is there, where, and how `kernels` reads its version."""
     named, places = seen.named_cann, seen.cann_places
     if seen.torch.hung and seen.torch.step == CANN:
-        return problem("torch_npu reads its version without an end", **remedy("CANN hangs", *seen.cann_scripts))
+        return problem("torch_npu reads its version without an end", **remedy("CANN hangs", *scripts(seen.cann_places)))
     if named is not None and not named["exists"]:
         said = f"ASCEND_HOME_PATH is {named['path']}, which is no folder"
-        return problem(said, **remedy("CANN's folder is none", *seen.cann_scripts))
+        return problem(said, **remedy("CANN's folder is none", *scripts(seen.cann_places)))
     if named is None and places and not seen.torch_npu_works:
         versions = ", ".join(dict.fromkeys(place["version"] for place in places))
         return problem(
             f"{versions} on disk, but its environment is not set up",
             details=tuple(f"{place['version']} in {place['path']}" for place in places),
-            **remedy("CANN on disk", *(scripts(places[:1]) or seen.cann_scripts)),
+            **remedy("CANN on disk", *(scripts(places[:1]) or scripts(places))),
         )
     return _absent(seen) if seen.cann is None and named is None else _read(seen)
 

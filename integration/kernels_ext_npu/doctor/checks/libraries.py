@@ -64,8 +64,10 @@ def requirements(seen: Observations) -> Finding:
     lines: list[str] = []
     asked: dict[str, SpecifierSet] = {}
     for package in seen.packages.values():
-        for requirement, there in installed_packages.unmet(package):
-            name = canonicalize_name(requirement.name)
+        for requirement in package.requires:
+            name, there = canonicalize_name(requirement.name), installed_packages.read(requirement.name)
+            if there.version is not None and requirement.specifier.contains(there.version, prereleases=True):
+                continue
             if name == "torch" or (name in STACK and not there.installed):
                 continue  # told by itself, and pip would take a CUDA build of torch
             found = f"found {there.version}" if there.version else there.trouble or "not installed"

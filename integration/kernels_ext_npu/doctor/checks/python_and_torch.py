@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, problem, remedy, warning
 from kernels_ext_npu.doctor.installed_packages import Package
-from kernels_ext_npu.doctor.observations import Observations, Outcome
+from kernels_ext_npu.doctor.observations import Observations, Outcome, scripts
 
 PYTHON = ((3, 10), (3, 15))
 ARCHITECTURES = ("x86_64", "aarch64")
@@ -145,8 +145,8 @@ def _failed(seen: Observations, outcome: Outcome) -> Finding:
         told["commands"] = (cpu_build(seen),)
     elif seen.only_cann_is_missing and seen.expects_a_card and not (seen.named_cann and seen.named_cann["exists"]):
         told |= remedy("CANN is missing")
-    elif seen.only_cann_is_missing and seen.cann_scripts:
-        told |= remedy("CANN is not set up", *seen.cann_scripts)
+    elif seen.only_cann_is_missing and (commands := scripts(seen.cann_places)):
+        told |= remedy("CANN is not set up", *commands)
     if seen.only_cann_is_missing and seen.runs_on_software:
         told["details"] += ("the software device has them: it works here",)
     if unfit:

@@ -14,8 +14,7 @@ from kernels_ext_npu.inspection.counting import collectives
 from kernels_ext_npu.inspection.counting.counts import Collective, Counts
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.memory import Memory
-from kernels_ext_npu.measuring.costs import Cost, bytes_of, what_runs
-from kernels_ext_npu.measuring.nested import tensors
+from kernels_ext_npu.measuring.costs import Cost, bytes_of, tensors, what_runs
 from kernels_ext_npu.measuring.products import flops
 from kernels_ext_npu.measuring.roofline import Soc, seconds
 
@@ -32,9 +31,8 @@ class Counting(Cost):
     def __init__(self, values: KnownValues, soc: Soc, axes: Axes | None = None) -> None:
         super().__init__()
         self.values, self.soc, self.memory = values, soc, Memory()
-        self._counts = Counts(self.launches, self.bytes)
         self._axes = Axes(tuple) if axes is None else axes
-        self._before = values.waits, values.copies_in
+        self.go_on()
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
@@ -72,14 +70,13 @@ class Counting(Cost):
         self.bytes.clear()
         self._counts = Counts(self.launches, self.bytes)
         self.memory.peak = self.memory.current
-        self._before = self.values.waits, self.values.copies_in
+        self.values.waits = self.values.copies_in = 0
 
     def counts(self) -> Counts:
         """Return what was counted so far."""
-        found, (waits, copies) = self._counts, self._before
-        found.waits, found.copies_in = self.values.waits - waits, self.values.copies_in - copies
-        found.peak = self.memory.peak
-        return found
+        self._counts.waits, self._counts.copies_in = self.values.waits, self.values.copies_in
+        self._counts.peak = self.memory.peak
+        return self._counts
 
     def _count_message(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> None:
         name = collectives.name_of(operator)

@@ -20,15 +20,14 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels_ext_npu.inspection.counting import collectives
-from kernels_ext_npu.measuring.nested import tensors
+from kernels_ext_npu.measuring.costs import LIKE, tensors
+from kernels_ext_npu.measuring.products import name_of
 
 _MASKED = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 LARGEST = 2**25  # elements that are worth computing: more than the attention mask of 4096 tokens has
 _ROUTES = ("topk", "npu_moe_gating_top_k_softmax", "npu_moe_gating_top_k")  # give values and indices
-_FROM_SHAPE = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 # operators whose result has a size that only values tell, and the argument with these values
-_SIZED_BY = dict.fromkeys(("nonzero", "repeat_interleave", "unique_consecutive", "_unique2"), 0)
-_SIZED_BY |= {"masked_select": 1}
+_SIZED_BY = {"nonzero": 0, "repeat_interleave": 0, "unique_consecutive": 0, "_unique2": 0, "masked_select": 1}
 
 
 class UnknownValueError(Exception):
@@ -50,7 +49,7 @@ class KnownValues:
 
     def run(self, operator: OpOverload, args: tuple, kwargs: dict) -> Any:
         """Run an operator, and return its result; raise UnknownValueError if that needs values that are unknown."""
-        name = operator._schema.name.partition("::")[2]
+        name = name_of(operator)
         if name == "_local_scalar_dense":
             self.waits += args[0].device.type == "npu"
             value = self._value(args[0])
@@ -62,7 +61,7 @@ class KnownValues:
             self.waits += args[0].device.type == "npu" and kwargs.get("output_size") is None
             return self._sized_by_values(operator, sizing, args, kwargs)
         result = self._run(operator, args, kwargs)
-        waits, copies_in = _crossings(operator, args, kwargs, result)
+        waits, copies_in = _crossings(name, args, kwargs, result)
         self.waits += waits
         self.copies_in += copies_in
         if name in _ROUTES:
@@ -99,12 +98,11 @@ class KnownValues:
         before = FakeTensor.tolist
 
         def tolist(fake: FakeTensor) -> Any:
-            value = self._value(fake)
-            if value is None:
+            numbers = self.numbers(fake)
+            if numbers is None:
                 return before(fake)
             self.waits += fake.device.type == "npu"
-            with _disable_current_modes():
-                return value.tolist()
+            return numbers
 
         return patch.object(FakeTensor, "tolist", tolist)
 
@@ -152,7 +150,7 @@ class KnownValues:
     def _follow(self, operator: OpOverload, name: str, args: tuple, kwargs: dict, result: Any) -> None:
         """Compute the values of a result where all that it follows from is known."""
         fakes = tensors((args, kwargs))
-        known = all(self._value(fake) is not None for fake in fakes) or name in _FROM_SHAPE
+        known = all(self._value(fake) is not None for fake in fakes) or name in LIKE
         drawn = torch.Tag.nondeterministic_seeded in operator.tags or name.startswith("empty")
         large = any(value.numel() > LARGEST for value in tensors(result))
         if known and not drawn and not large:
@@ -224,12 +222,11 @@ def _sizing(operator: OpOverload, name: str, args: tuple) -> Any:
     return args[_SIZED_BY[name]]
 
 
-def _crossings(operator: OpOverload, args: tuple, kwargs: dict, result: Any) -> tuple[int, bool]:
+def _crossings(name: str, args: tuple, kwargs: dict, result: Any) -> tuple[int, bool]:
     """Return how often the host waits in a call, and whether it copies from the host, which no graph holds.
 
     Reading a value, and a size that values tell, are counted elsewhere. Making a tensor of numbers copies them.
     """
-    name = operator._schema.name.partition("::")[2]
     if name in ("copy_", "_to_copy"):
         target, source = args[:2] if name == "copy_" else (result, args[0])
         way = source.device.type, target.device.type

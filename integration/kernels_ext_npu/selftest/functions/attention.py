@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels_ext_npu.selftest.cases import Function, at_limits, drawn
 
@@ -82,12 +83,6 @@ def packed(
     return torch.cat(found)
 
 
-class SelfAttention(nn.Module):
-    """What attention_forward reads of the module that calls it."""
-
-    is_causal = True
-
-
 def _in_a_graph(f: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute attention of packed sequences whose lengths a compiled graph reads when it runs."""
     ends = torch.tensor([0, 5, 12], device=q.device)
@@ -99,7 +94,8 @@ def _in_a_graph(f: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _of_module(forward: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return forward(SelfAttention(), *(t.transpose(1, 2) for t in (q, k, v)), None)[0]
+    module = SimpleNamespace(is_causal=True)  # all that it reads of the one that calls it
+    return forward(module, *(t.transpose(1, 2) for t in (q, k, v)), None)[0]
 
 
 def _masked(kernel_mask: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels_ext_npu.selftest.cases import Arguments, Function, drawn
+from kernels_ext_npu.selftest.cases import Function, drawn
 from kernels_ext_npu.selftest.functions.norms import gated
 
 TOKENS, HIDDEN, INNER, EXPERTS, CHOICES, GROUPS = 12, 32, 48, 4, 2, 2
@@ -44,24 +44,21 @@ def _of_module(forward: Callable, x: Tensor, index: Tensor, weights: Tensor, *pa
     return forward(module, x, index, weights)
 
 
-def _routed(tokens: int, experts: int, choices: int) -> Arguments:
+def _shuffled(tokens: int, experts: int) -> Tensor:
+    """Draw an order of all experts for each token."""
+    return torch.stack([torch.randperm(experts, generator=torch.Generator().manual_seed(i)) for i in range(tokens)])
+
+
+def _routed(tokens: int, experts: int, choices: int) -> tuple[Tensor, ...]:
     """Draw tokens, their experts and weights, and weights that keep what goes through them."""
-
-    def arguments() -> tuple[Tensor, ...]:
-        x, shares, up, down = drawn(
-            (tokens, HIDDEN), (tokens, choices), (experts, 2 * INNER, HIDDEN), (experts, HIDDEN, INNER)
-        )()
-        drawn_by = (torch.Generator().manual_seed(i) for i in range(tokens))
-        index = torch.stack([torch.randperm(experts, generator=generator)[:choices] for generator in drawn_by])
-        return x, index, shares, up / HIDDEN**0.5, down / INNER**0.5
-
-    return arguments
+    sizes = (tokens, HIDDEN), (tokens, choices), (experts, 2 * INNER, HIDDEN), (experts, HIDDEN, INNER)
+    x, shares, up, down = drawn(*sizes)()
+    return x, _shuffled(tokens, experts)[:, :choices], shares, up / HIDDEN**0.5, down / INNER**0.5
 
 
 def ordered(tokens: int, experts: int) -> Tensor:
     """Make logits that no rounding puts into another order: of the best 16 a quarter apart, all others far below."""
-    drawn_by = (torch.Generator().manual_seed(i) for i in range(tokens))
-    ranks = torch.stack([torch.randperm(experts, generator=generator) for generator in drawn_by])
+    ranks = _shuffled(tokens, experts)
     return torch.where(ranks < 16, 1.75 - ranks / 4, -8.0)
 
 
@@ -104,7 +101,7 @@ def _softmax(at: str, experts: int, choices: int) -> Function:
 
 _function = partial(Function, "FusedMoE")
 # with a bias that reorders them, and none to a tie
-_LOGITS = torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(i)) for i in range(TOKENS)]) / 2 - 2
+_LOGITS = _shuffled(TOKENS, 8) / 2 - 2
 _CORRECTION = torch.tensor([-9, -3, 8, 11, -3, 5, 8, -11]) / 32
 _STACKED = drawn((TOKENS, HIDDEN), (EXPERTS, HIDDEN, INNER), (EXPERTS, INNER))
 _MANY = torch.tensor([0] * 129 + [TOKENS])  # beyond the 128 weights of a list, and one expert has all rows
@@ -124,11 +121,11 @@ FUNCTIONS = (
         _product_of_list,
         drawn((TOKENS, HIDDEN), *[(INNER, HIDDEN)] * EXPERTS),
     ),
-    _function("fused_experts", lambda f, *t: f(*t), _experts, _routed(TOKENS, EXPERTS, CHOICES)),
-    _function("fused_experts", lambda f, *t: f(*t), _experts, _routed(1, 8, 2), "one token"),
-    _function("fused_experts", lambda f, *t: f(*t), _experts, _routed(7, 130, 3), "130 experts"),
-    _function("fused_experts", lambda f, *t: f(*t), _experts, _routed(5, 8, 8), "all experts chosen"),
-    _function("experts_forward", _of_module, _experts, _routed(TOKENS, EXPERTS, CHOICES)),
+    _function("fused_experts", lambda f, *t: f(*t), _experts, partial(_routed, TOKENS, EXPERTS, CHOICES)),
+    _function("fused_experts", lambda f, *t: f(*t), _experts, partial(_routed, 1, 8, 2), "one token"),
+    _function("fused_experts", lambda f, *t: f(*t), _experts, partial(_routed, 7, 130, 3), "130 experts"),
+    _function("fused_experts", lambda f, *t: f(*t), _experts, partial(_routed, 5, 8, 8), "all experts chosen"),
+    _function("experts_forward", _of_module, _experts, partial(_routed, TOKENS, EXPERTS, CHOICES)),
     _gating("", TOKENS, 8, GROUPS),
     _gating("256 experts in groups", 4, 256, 8),
     _gating("2,048 experts", 2, 2048, 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,9 +49,9 @@ def _shapes(batch: int, length: int, by_channel: bool) -> Shapes:
     return [*[(*heads, SIZE)] * 3, (*heads, SIZE) if by_channel else heads, heads]
 
 
-def _ruled(function: Callable, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options) -> Tensor:
+def _ruled(function: Callable, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options) -> Any:
     """With decays and betas as models have them, of any numbers."""
-    return function(q, k, v, -g.abs(), beta.sigmoid(), **options)[0]
+    return function(q, k, v, -g.abs(), beta.sigmoid(), **options)
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -62,19 +63,19 @@ def _convolved_behind(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor) ->
     return _convolved(torch.cat([state, x], -1), weight, bias)[..., -x.shape[-1] :]
 
 
-def _scanned(function: Callable, *tensors: Tensor) -> Tensor:
+def _scanned(function: Callable, *tensors: Tensor) -> Any:
     """With decays as models have them, of any numbers."""
     u, delta, decays, b, c, skipped, z, bias = tensors
-    return function(u, delta, -decays.abs(), b, c, skipped, z, bias, delta_softplus=True)
+    return function(u, delta, -decays.abs(), b, c, skipped, z, bias, delta_softplus=True, return_last_state=True)
 
 
-def _scanned_exactly(u, delta, decays, b, c, skipped, z, bias, delta_softplus: bool) -> Tensor:
+def _scanned_exactly(u, delta, decays, b, c, skipped, z, bias, **_: bool) -> tuple[Tensor, Tensor]:
     delta = F.softplus(delta + bias.unsqueeze(-1))
     state, results = torch.zeros_like(u[..., :1]), []
     for t in range(u.shape[-1]):
         state = (delta[..., t, None] * decays).exp() * state + (delta * u)[..., t, None] * b[:, None, :, t]
         results.append((state * c[:, None, :, t]).sum(-1))
-    return (torch.stack(results, -1) + skipped.unsqueeze(-1) * u) * F.silu(z)
+    return (torch.stack(results, -1) + skipped.unsqueeze(-1) * u) * F.silu(z), state
 
 
 def _recurred(decays: Tensor, added: Tensor, state: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ def _recurred(decays: Tensor, added: Tensor, state: Tensor) -> Tensor:
 
 
 _at_limits = partial(at_limits, "LinearAttention")
-_normed = partial(_ruled, use_qk_l2norm_in_kernel=True)
+_normed = partial(_ruled, initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True)
 _exact = partial(_ruled, delta_rule)
 FUNCTIONS = (
     *_at_limits("chunk_gated_delta_rule", _normed, _exact, {at: _shapes(1, n, False) for at, n in LENGTHS.items()}),

@@ -46,18 +46,18 @@ def _beside_bfloat16(function: Callable, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _exactly_beside(a: Tensor, b: Tensor) -> Tensor:
-    weight, x = (constant.to(a) for constant in _constants(a, b))
-    return F.linear(x, weight) + SCALE * F.linear(F.linear(x, a), b)
+    weight, x = _constants(a, b)
+    return _exactly_adapted(x.to(a), a, b, weight)
 
 
-def _constants(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _constants(a: Tensor, b: Tensor) -> list[Tensor]:
     """Return a weight and an input of 4096 rows that fit to factors, exact in 16 bits; gradients are within float16."""
     sizes = b.shape[0], MANY
-    return tuple(torch.linspace(-1, 1, n * a.shape[1]).view(n, -1).mul(64).round().div(256) for n in sizes)  # type: ignore[return-value]
+    return [torch.linspace(-1, 1, n * a.shape[1]).view(n, -1).mul(64).round().div(256) for n in sizes]
 
 
-def _exactly_adapted(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return F.linear(x, FROZEN.to(x)) + SCALE * F.linear(F.linear(x, a), b)
+def _exactly_adapted(x: Tensor, a: Tensor, b: Tensor, weight: Tensor = FROZEN) -> Tensor:
+    return F.linear(x, weight.to(x)) + SCALE * F.linear(F.linear(x, a), b)
 
 
 def _both_adapted(*tensors: Tensor) -> list[Tensor]:

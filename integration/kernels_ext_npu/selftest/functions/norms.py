@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 from torch import Tensor
@@ -37,6 +38,8 @@ UNITS: dict[str, Shapes] = {
     "a row of 16,384": [(2, 16384)],
     "eight dimensions": [(1, 2, 1, 2, 1, 2, 1, 2 * HIDDEN)],
 }
+# streams, values of each, and the dimensions before them
+STREAMS = {"": (4, HIDDEN, 2, 3), "one token": (4, 8, 1), "two streams of an odd size": (2, 33, 5)}
 VALUES: dict[str, Shapes] = {
     "": [(6, HIDDEN)],
     "one value": [(1,)],
@@ -99,30 +102,10 @@ def _squares(outputs: tuple[Tensor, ...]) -> list[Tensor]:
     return [output.square() for output in outputs]
 
 
-def _streams(count: int, hidden: int, *lead: int) -> Callable[[], tuple[Tensor, ...]]:
+def _streams(count: int, hidden: int, *lead: int) -> tuple[Tensor, ...]:
     rows, columns = (2 + count) * count, count * hidden
-    draw = drawn((*lead, count, hidden), (rows, columns), (rows,), (3,))
-
-    def made() -> tuple[Tensor, ...]:
-        x, weight, base, scale = draw()
-        return x, weight / math.sqrt(columns), base, scale
-
-    return made
-
-
-def _hyper_connections() -> list[Function]:
-    made = {"": (4, HIDDEN, 2, 3), "one token": (4, 8, 1), "two streams of an odd size": (2, 33, 5)}
-    return [
-        Function(
-            "RMSNorm",
-            "hyper_connection",
-            lambda f, *given: _squares(f(*given, EPS, EPS, ROUNDS)),
-            lambda *given: _squares(hyper_connection(*given)),
-            _streams(*sizes),
-            at,
-        )
-        for at, sizes in made.items()
-    ]
+    x, weight, base, scale = drawn((*lead, count, hidden), (rows, columns), (rows,), (3,))()
+    return x, weight / math.sqrt(columns), base, scale
 
 
 def _norms() -> list[Function]:
@@ -144,7 +127,17 @@ def _norms() -> list[Function]:
 
 FUNCTIONS = (
     *_norms(),
-    *_hyper_connections(),
+    *(
+        Function(
+            "RMSNorm",
+            "hyper_connection",
+            lambda f, *given: _squares(f(*given, EPS, EPS, ROUNDS)),
+            lambda *given: _squares(hyper_connection(*given)),
+            partial(_streams, *sizes),
+            at,
+        )
+        for at, sizes in STREAMS.items()
+    ),
     *at_limits("SwiGLU", "swiglu", lambda f, x: f(x), gated(F.silu), UNITS),
     *at_limits("SwiGLU", "geglu", lambda f, x: f(x), gated(gelu_tanh), UNITS),
     *at_limits("SwiGLU", "clamped_swiglu", lambda f, x: f(x, limit=LIMIT), clamped_swiglu, UNITS),

@@ -30,6 +30,7 @@ from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
 from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.cases import Layer
 from kernels_ext_npu.selftest.comparing import Results
+from kernels_ext_npu.selftest.functions import linear_attention
 from kernels_ext_npu.selftest.layers import rotary_arguments
 from kernels_ext_npu.swaps.gate_up_layout import WITH_GATE_AND_UP
 
@@ -42,55 +43,28 @@ def _reference(layer: str) -> type[nn.Module]:
     return next(reference.original for reference in PATTERNS if layer in reference.layers)
 
 
-def _random(module: nn.Module, mean: float = 0.0, deviation: float = 0.3) -> nn.Module:
+def _random(module: nn.Module, *shapes: tuple[int, ...], mean: float = 0.0, deviation: float = 0.3) -> Made:
+    """Give a module random weights, and draw what it is called with."""
     torch.manual_seed(0)
     for parameter in module.parameters():
         nn.init.normal_(parameter, mean, deviation)
-    return module
+    return module, tuple(torch.randn(shape) for shape in shapes)
 
 
-def _norm(layer: str, **members: str) -> Made:
-    module = _random(_reference(layer)(*[32] * (layer != "RMSNormWeightless")), 0.3, 0.5)
+def _norm(layer: str, cls: type[nn.Module] | None = None, **members: Any) -> Made:
+    module = (cls or _reference(layer))(*[32] * (layer != "RMSNormWeightless"))
     vars(module).update(members)
-    return module, tuple(torch.randn(4, 6, 32) for _ in range(1 + ("Gated" in layer)))
+    return _random(module, *[(4, 6, 32)] * (1 + ("Gated" in layer)), mean=0.3, deviation=0.5)
 
 
-def _grouped_norm() -> Made:
-    _, arguments = _norm("MambaRMSNormGated")
-    grouped: Any = _random(rms_norms.Zamba2RMSNormGated(32), 0.3, 0.5)
-    grouped.group_size = 8
-    return grouped, arguments
-
-
-def _seeded(cls: type[nn.Module], *arguments: Any, inputs: int = 1) -> Made:
+def _seeded(cls: type[nn.Module], *arguments: Any, inputs: int = 1, scale: float = 1.0) -> Made:
     torch.manual_seed(0)
-    return cls(*arguments).eval(), tuple(torch.randn(2, 5, 32) for _ in range(inputs))  # nothing is dropped
-
-
-def _normed_mlp() -> Made:
-    """With inputs of which the norm's eps is no part: a norm of small values loses digits in either forward."""
-    module, (x,) = _seeded(mlp_variants.BitNetMLP, 32, 64, "silu")
-    return module, (4 * x,)
+    return cls(*arguments).eval(), tuple(scale * torch.randn(2, 5, 32) for _ in range(inputs))  # nothing is dropped
 
 
 def _recurrent_unit() -> Made:
-    module = _random(RecurrentGemmaRglru(2, 16), deviation=0.5)
-    return module, (torch.randn(2, 40, 16), torch.arange(40).expand(2, -1))
-
-
-def _forget_gate() -> Made:
-    return _random(KimiLinearForgetGate(32, 2, 16), deviation=0.5), (torch.randn(2, 5, 32),)
-
-
-def _streams(module: nn.Module) -> Made:
-    """With weights that streams decide, of which none is near zero or one."""
-    return _random(module), (torch.randn(2, 5, 4, 16),)
-
-
-def _patches(conv: nn.Conv2d | nn.Conv3d) -> Made:
-    """With pixels behind the last patch."""
-    sizes = [2 * length + 1 for length in conv.kernel_size]
-    return _random(conv, deviation=0.2), (torch.randn(2, conv.in_channels, *sizes),)
+    module, (x,) = _random(RecurrentGemmaRglru(2, 16), (2, 40, 16), deviation=0.5)
+    return module, (x, torch.arange(40).expand(2, -1))
 
 
 def _experts(cls: type[nn.Module]) -> Made:
@@ -98,7 +72,7 @@ def _experts(cls: type[nn.Module]) -> Made:
     config = AutoConfig.for_model(EXPERTS[cls], hidden_size=32, intermediate_size=64, moe_intermediate_size=64)
     config.num_experts = config.num_local_experts = 6
     config._experts_implementation = "eager"
-    module = _random(cls(config), deviation=32**-0.5)
+    module, _ = _random(cls(config), deviation=32**-0.5)
     return module, (torch.randn(24, 32), torch.rand(24, 5).topk(2, -1).indices, torch.rand(24, 2))
 
 
@@ -129,7 +103,7 @@ def _without_interface(layer: str) -> Made:
 
 
 def _block(cls: type[nn.Module]) -> Made:
-    return _random(cls(32, 8, 2, 32)), (torch.randn(1, 10, 32),)
+    return _random(cls(32, 8, 2, 32), (1, 10, 32))
 
 
 # activation -> layers of MLPs with it
@@ -141,10 +115,14 @@ MLPS = {
     "gelu_pytorch_tanh": ("GeGLUMLP", "FusedGeGLUMLP"),
     "gelu": ("ExactGeGLUMLP", "FusedExactGeGLUMLP", "FusedDropoutMLP", "FusedAdaptedMLP"),
 }
-# layer -> modules that it serves, each with arguments
+STREAMS = (2, 5, 4, 16)  # they decide weights, of which none is near zero or one
+# layer -> modules that it serves, each with arguments; images have pixels behind the last patch
 MODULES: dict[str, list[Callable[[], Made]]] = {
     **{layer: [partial(_norm, layer)] for layer in NORMS.layers},
-    "MambaRMSNormGated": [partial(_norm, "MambaRMSNormGated"), _grouped_norm],
+    "MambaRMSNormGated": [
+        partial(_norm, "MambaRMSNormGated"),
+        partial(_norm, "MambaRMSNormGated", rms_norms.Zamba2RMSNormGated, group_size=8),
+    ],
     **{
         layer: [partial(_norm, layer, activation=name) for name in ("silu", "sigmoid")]
         for layer in ("RMSNormGated", "RMSNormGatedCastLast")
@@ -154,19 +132,23 @@ MODULES: dict[str, list[Callable[[], Made]]] = {
     "LayerNormFloat32": [partial(_seeded, CohereLayerNorm, 32), partial(_seeded, OlmoLayerNorm, 32)],
     **{layer: [partial(_seeded, _reference(layer), 32, 64, name)] for name, mlps in MLPS.items() for layer in mlps},
     "DropoutMLP": [partial(_seeded, mlp_variants.T5DenseGatedActDense, 32, 64, "gelu_new")],
-    "NormedMLP": [_normed_mlp],
+    # a norm of small values loses digits to its eps, in either forward
+    "NormedMLP": [partial(_seeded, mlp_variants.BitNetMLP, 32, 64, "silu", scale=4.0)],
     "FastGELU": [partial(_seeded, FastGELUActivation)],
     "NewGELU": [partial(_seeded, NewGELUActivation)],
     "QuickGELU": [partial(_seeded, QuickGELUActivation)],
     "RGLRU": [_recurrent_unit],
-    "ForgetGate": [_forget_gate],
-    "HyperConnection": [lambda: _streams(hyper_connections.DeepseekV4HyperConnection(16))],
-    "IndependentHyperConnection": [lambda: _streams(hyper_connections.HYV4HyperConnection(16))],
+    "ForgetGate": [lambda: _random(KimiLinearForgetGate(32, 2, 16), (2, 5, 32), deviation=0.5)],
+    "HyperConnection": [lambda: _random(hyper_connections.DeepseekV4HyperConnection(16), STREAMS)],
+    "IndependentHyperConnection": [lambda: _random(hyper_connections.HYV4HyperConnection(16), STREAMS)],
     "HyperHead": [
-        lambda: _streams(hyper_connections.DeepseekV4HyperHead(16)),
-        lambda: _streams(hyper_connections.HYV4HyperHead(16)),
+        lambda: _random(hyper_connections.DeepseekV4HyperHead(16), STREAMS),
+        lambda: _random(hyper_connections.HYV4HyperHead(16), STREAMS),
     ],
-    "PatchEmbedding": [lambda: _patches(nn.Conv2d(3, 16, (4, 3), (4, 3))), lambda: _patches(nn.Conv3d(3, 16, 4, 4))],
+    "PatchEmbedding": [
+        lambda: _random(nn.Conv2d(3, 16, (4, 3), (4, 3)), (2, 3, 9, 7), deviation=0.2),
+        lambda: _random(nn.Conv3d(3, 16, 4, 4), (2, 3, 9, 9, 9), deviation=0.2),
+    ],
     "MoEExperts": [partial(_experts, cls) for cls in EXPERTS],
     **{layer: [partial(_router, layer)] for layer in ROUTERS.layers},
     **{
@@ -180,26 +162,16 @@ MODULES: dict[str, list[Callable[[], Made]]] = {
 }
 
 
-def _delta_rule(batch: int, length: int, by_channel: bool) -> list[Tensor]:
-    """Draw q, k, v, g and beta of two heads of 8 values; a gate is for each channel, or for each head."""
-    q, k, v = (torch.randn(batch, length, 2, 8) for _ in range(3))
-    g = -torch.rand((batch, length, 2, *[8] * by_channel))
-    return [q, k, v, g, torch.rand(batch, length, 2)]
-
-
-# layer -> arguments
-LINEAR: dict[str, Callable[[], list[Tensor]]] = {
-    "CausalConv1d": lambda: [torch.randn(2, 8, 9), torch.randn(8, 4), torch.randn(8)],
-    "CausalConv1dBeforeScan": lambda: [torch.randn(2, 8, 9), torch.randn(8, 4), torch.randn(8)],
-    "CausalConv1dUpdate": lambda: [torch.randn(2, 8, 1), torch.randn(2, 8, 4), torch.randn(8, 4), torch.randn(8)],
-    "ChunkGatedDeltaRule": partial(_delta_rule, 1, 70, False),
-    "ChunkKDA": partial(_delta_rule, 1, 70, True),
-    "FusedRecurrentGatedDeltaRule": partial(_delta_rule, 3, 1, False),
-    "FusedRecurrentKDA": partial(_delta_rule, 3, 1, True),
-    "SelectiveScan": lambda: [
-        *(torch.randn(2, 8, 40), torch.randn(2, 8, 40).sigmoid(), -torch.rand(8, 4)),
-        *(torch.randn(2, 4, 40), torch.randn(2, 4, 40)),
-    ],
+# layer -> the function of the repository that it calls, and whose arguments it gets
+LINEAR = {
+    "CausalConv1d": "causal_conv1d_fn",
+    "CausalConv1dBeforeScan": "causal_conv1d_fn",
+    "CausalConv1dUpdate": "causal_conv1d_update",
+    "ChunkGatedDeltaRule": "chunk_gated_delta_rule",
+    "ChunkKDA": "chunk_kda",
+    "FusedRecurrentGatedDeltaRule": "fused_recurrent_gated_delta_rule",
+    "FusedRecurrentKDA": "fused_recurrent_kda",
+    "SelectiveScan": "selective_scan_fn",
 }
 TABLES: tuple[Pattern, ...] = (*rope_tables.PATTERNS, *mrope_tables.PATTERNS)
 
@@ -234,22 +206,9 @@ def _of_rotation(reference: Pattern, layer: type[nn.Module], dtype: torch.dtype)
     return found, comparing.exact(called(reference.original, comparing.doubled), rotated)
 
 
-def _called(function: Callable, layer: str, *tensors: Tensor) -> Any:
-    """Call a function of linear attention as models do."""
-    if layer == "CausalConv1dUpdate":  # which writes to the state
-        return function(tensors[0], tensors[1].clone(), *tensors[2:], "silu")
-    if layer in ("CausalConv1d", "CausalConv1dBeforeScan"):
-        return function(*tensors, "silu")
-    if layer == "SelectiveScan":
-        return function(*tensors, return_last_state=True)
-    return function(*tensors, initial_state=None, output_final_state=True, use_qk_l2norm_in_kernel=True)
-
-
 def _of_linear(reference: Pattern, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
-    torch.manual_seed(0)
-    inputs = tuple(tensor.to(dtype) for tensor in LINEAR[reference.layers[0]]())
-    found = comparing.results(partial(_called, layer(), reference.layers[0]), comparing.moved(inputs))
-    return found, comparing.exact(partial(_called, reference.original, reference.layers[0]), inputs)
+    case = next(case for case in linear_attention.FUNCTIONS if case.name == LINEAR[reference.layers[0]])
+    return case.compute(layer(), partial(case.call, reference.original), dtype)
 
 
 def _of_table(reference: Pattern, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:

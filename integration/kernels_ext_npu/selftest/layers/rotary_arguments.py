@@ -44,15 +44,12 @@ def arguments(reference: str, dtype: torch.dtype, table_dtype: torch.dtype, posi
         return dict(zip(names, (*turned, factors)))
     if reference == "gptj":
         return {"tensor": heads(N).transpose(1, 2)} | tables(B, positions, width)
-    if reference == "qwen2_vl_vision":
-        return {"q": heads(N)[0].transpose(0, 1), "k": heads(N)[0].transpose(0, 1)} | tables(positions, width)
-    if reference in _TOWERS:
+    if reference in (*_TOWERS, "qwen2_vl_vision"):
         q, k = heads(N).transpose(1, 2), heads(N).transpose(1, 2)
         return ({"q": q, "k": k} if reference == _TOWERS[0] else {"q": q[0], "k": k[0]}) | tables(positions, width)
-    if reference == "dinov3_vit":
-        return {"q": heads(N, positions + 2), "k": heads(N, positions + 2)} | tables(positions, width)
-    if reference == "sam3":
-        return {"q": heads(N), "k": heads(N)} | tables(positions, width)
+    if reference in ("dinov3_vit", "sam3"):
+        count = positions + 2 * (reference == "dinov3_vit")
+        return {"q": heads(N, count), "k": heads(N, count)} | tables(positions, width)
     made = {"q": heads(N, 1 if reference == "muse_glimmer_assistant" else positions), "k": heads(K)}
     if reference == "qwen2_vl_multimodal":
         return made | tables(3, B, positions, width) | {"mrope_section": [2, 3, 3]}

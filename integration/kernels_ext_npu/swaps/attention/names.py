@@ -27,7 +27,8 @@ def canonical_name(requested: Any) -> Any:
     """
     if isinstance(requested, dict):
         return {key: canonical_name(value) for key, value in requested.items()}
-    is_on_hub = isinstance(requested, str) and requested.partition("@")[0] == _ON_HUB
+    repository, _, function = requested.partition(":") if isinstance(requested, str) else ("", "", "")
+    is_on_hub = repository.partition("@")[0] == _ON_HUB and function in ("", "attention_forward")
     return NAME if is_on_hub else requested
 
 

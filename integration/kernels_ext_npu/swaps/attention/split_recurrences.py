@@ -50,6 +50,9 @@ def compute(original: Callable, function: nn.Module, *args: Any, **kwargs: Any) 
 
 
 def _scan(call: Callable[[], tuple[Tensor, None]], given: dict[str, Any], split: Split) -> tuple[Tensor, None]:
+    if given["key"].shape[2] % split.ranks:  # too few, which heads of values share: each gets its own
+        groups = given["value"].shape[2] // given["key"].shape[2]
+        given.update({name: given[name].repeat_interleave(groups, 2) for name in ("query", "key")})
     for name in _BY_HEADS:
         if given[name].shape[2] % split.ranks:
             raise ValueError(

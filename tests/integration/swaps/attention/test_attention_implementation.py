@@ -30,7 +30,13 @@ from tests.support.nearness import assert_each_near
 ON_HUB = "kernels-ext-npu/FlashAttention"
 FOR_ACCELERATE = "kernels-ext-npu/flash-attn"
 # what may be asked for, and what configs name then
-IN_CONFIG = {NAME: NAME, ON_HUB: NAME, f"{ON_HUB}@v1": NAME, f"{ON_HUB}@main": NAME, FOR_ACCELERATE: FOR_ACCELERATE}
+IN_CONFIG = {
+    NAME: NAME,
+    ON_HUB: NAME,
+    f"{ON_HUB}@v1": NAME,
+    f"{ON_HUB}@main:attention_forward": NAME,
+    FOR_ACCELERATE: FOR_ACCELERATE,
+}
 NAMES = list(IN_CONFIG)
 # with a window, with two kinds of masks, with sinks, with heads of values that are smaller
 SERVED = ["qwen3", "mistral", "gemma3", "gpt_oss", "deepseek_v3"]

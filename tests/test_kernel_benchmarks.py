@@ -24,17 +24,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "RoPE": {"TOKENS": 64},
     "SwiGLU": {"TOKENS": 64},
 }  # fmt: skip
-WORKLOADS = {
-    "Activation": ("quick_gelu", "gelu_tanh", "training"),
-    "CrossEntropy": ("logits", "head", "training"),
-    "FlashAttention": ("decode", "causal", "window", "sinks", "packed", "training"),
-    "FusedMoE": ("decode", "prefill", "training", "clipped", "expert_parallel", "grouped_matmul", "router"),
-    "Linear": ("adapters", "projections"),
-    "LinearAttention": ("decode", "delta_rule", "kda", "training", "convolution", "scan"),
-    "RMSNorm": ("decode", "hidden_states", "query_heads", "training", "add"),
-    "RoPE": ("decode", "prefill", "training", "vision"),
-    "SwiGLU": ("decode", "joined", "two_tensors", "geglu", "clipped", "training"),
-}
 each_repository = pytest.mark.parametrize("repository", REPOSITORIES)
 
 
@@ -42,6 +31,10 @@ def of(repository: str) -> type:
     path = ROOT / repository
     (cls,) = benchmark.discover_benchmark_classes(path / "benchmarks" / "benchmark.py", path)
     return cls
+
+
+def workloads(cls: type) -> list[str]:
+    return [name.removeprefix("benchmark_") for name in vars(cls) if name.startswith("benchmark_")]
 
 
 def run(repository: str, cls: type, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -57,15 +50,17 @@ def run(repository: str, cls: type, monkeypatch: pytest.MonkeyPatch) -> dict[str
 
 @each_repository
 def test_every_workload_agrees_with_the_lines_of_others(repository: str, monkeypatch) -> None:
-    results = run(repository, of(repository), monkeypatch)
-    assert results.keys() >= {*WORKLOADS[repository]}
+    cls = of(repository)
+    results = run(repository, cls, monkeypatch)
+    assert results.keys() == set(workloads(cls)) != set()
     assert all(result.verified for result in results.values())
 
 
 @each_repository
 def test_a_wrong_result_is_noticed(repository: str, monkeypatch) -> None:
     """Of one workload, and no other."""
-    cls, workload = of(repository), WORKLOADS[repository][0]
+    cls = of(repository)
+    workload, *_ = workloads(cls)
     right = getattr(cls, f"benchmark_{workload}")
     error = 0.05 if repository in ("LinearAttention", "RoPE") else 0.02
 
@@ -74,6 +69,6 @@ def test_a_wrong_result_is_noticed(repository: str, monkeypatch) -> None:
         assert isinstance(self.out, Tensor)
         self.out = self.out + error
 
-    others = dict.fromkeys([name for name in vars(cls) if name.startswith("benchmark_")])
+    others = dict.fromkeys([f"benchmark_{name}" for name in workloads(cls)])
     with pytest.raises(RuntimeError, match=f"Verification failed for {workload}"):
         run(repository, type("Wrong", (cls,), others | {f"benchmark_{workload}": wrong}), monkeypatch)

@@ -11,7 +11,11 @@ from pathlib import Path
 from planting.faults import Fault
 
 # of all repositories: every function and every layer
-COMMON = ("tests/variants/test_functions.py", "tests/variants/test_layers.py")
+COMMON = (
+    "tests/variants/test_functions.py",
+    "tests/variants/test_layers.py",
+    "tests/integration/selftest/test_functions_at_limits.py",
+)
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::[^\n]*?)(?: - |$)", re.MULTILINE)
 _PASSED = 0, 5  # pytest: all passed; there was none
 

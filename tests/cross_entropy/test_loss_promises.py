@@ -1,10 +1,10 @@
-"""What the losses promise beside their values: sizes, waits, second derivatives, transforms, autocast, graphs."""
+"""What the losses promise beside their values: sizes, waits, frozen heads in graphs, autocast, shards."""
 
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from itertools import pairwise
+from itertools import pairwise, product
 from types import ModuleType
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import softnpu
-from tests.support.losses import logits_of, loss_of
+from tests.support.losses import logits_of
 from tests.support.memory import Largest
 
 TOKENS, WORDS, HIDDEN = 24, 96, 8
@@ -38,6 +38,7 @@ def test_the_host_does_not_wait(kernel: ModuleType) -> None:
     before = softnpu.counters().get("stream_syncs", 0)
     kernel.linear_cross_entropy(hidden, weight, wanted, bias, num_items=items, **ALL).backward()
     kernel.cross_entropy(hidden, wanted.clamp(max=HIDDEN - 1), num_items=items, **ALL).backward()
+    of_teacher(kernel, [hidden, weight, bias], wanted, num_items=items).backward()
     assert softnpu.counters().get("stream_syncs", 0) == before
 
 
@@ -47,77 +48,84 @@ def test_rows_are_counted_for_their_mean_alone(kernel: ModuleType, npu_counters,
     assert npu_counters().get("sum", 0) == sums
 
 
-def test_a_gradient_can_be_differentiated_again(kernel: ModuleType) -> None:
-    """Against float64, to 2^-16 of the largest: as the values."""
-    found = []
-    for own, device, dtype in ((False, "cpu", torch.float64), (True, "npu", torch.float32)):
-        leaves = tensors(dtype, device)
-        if own:
-            loss = kernel.linear_cross_entropy(leaves[0], leaves[1], labels(), leaves[2], label_smoothing=0.1)
-        else:
-            loss = loss_of(logits_of(*leaves), labels("cpu"), label_smoothing=0.1)
-        first = torch.autograd.grad(loss, leaves, create_graph=True)
-        sum(gradient.square().sum() for gradient in first).backward()
-        found.append([leaf.grad.cpu().double() for leaf in leaves])
-    for expected, ours in zip(*found):
-        assert (ours - expected).abs().max() <= 2**-16 * (1 + expected.abs().max())
+def of_head(kernel: ModuleType, own: list[Tensor], wanted: Tensor, **options: int) -> Tensor:
+    return kernel.linear_cross_entropy(own[0], own[1], wanted, *own[2:], **options)
 
 
-def test_transforms_of_torch_func_take_the_formula_in_torch(kernel: ModuleType) -> None:
-    hidden, weight, _ = (tensor.detach() for tensor in tensors())
-    wanted = labels()
-    found = torch.func.grad(lambda w: kernel.linear_cross_entropy(hidden, w, wanted))(weight)
-    exact = weight.cpu().double().requires_grad_()
-    loss_of(logits_of(hidden.cpu().double(), exact), wanted.cpu()).backward()
-    assert (found.cpu().double() - exact.grad).abs().max() <= 2**-16
+def of_entropy(kernel: ModuleType, own: list[Tensor], wanted: Tensor, **options: int) -> Tensor:
+    log_probs, entropy = kernel.linear_log_probs_and_entropy(own[0], own[1], wanted, *own[2:], **options)
+    return (log_probs - 0.01 * entropy).sum()
 
 
-def test_autocast_casts_what_it_casts_for_a_linear_layer(kernel: ModuleType) -> None:
-    """To the rounding of logits and gradients to bfloat16, as with the casts written out."""
+def of_teacher(kernel: ModuleType, own: list[Tensor], wanted: Tensor, **options: int) -> Tensor:
+    """Of a teacher that has the same head, and the hidden states in the other order."""
+    hidden, weight, *bias = (tensor.detach() for tensor in own)
+    return kernel.linear_generalized_jsd(*own[:2], hidden.flip(0), weight, wanted, *own[2:], *bias, beta=0.1, **options)
+
+
+each_loss = pytest.mark.parametrize("loss", [of_head, of_entropy, of_teacher])
+
+
+@each_loss
+def test_autocast_casts_what_it_casts_for_a_linear_layer(kernel: ModuleType, loss) -> None:
+    """As with the casts written out: exactly."""
     leaves, cast = tensors(), tensors()
     with torch.autocast("npu", torch.bfloat16):
-        loss = kernel.linear_cross_entropy(leaves[0], leaves[1], labels(), leaves[2])
-    loss.backward()
-    hidden, weight, bias = (tensor.bfloat16() for tensor in cast)
-    expected = kernel.linear_cross_entropy(hidden, weight, labels(), bias)
+        found = loss(kernel, leaves, labels())
+    found.backward()
+    expected = loss(kernel, [tensor.bfloat16() for tensor in cast], labels())
     expected.backward()
-    assert torch.equal(loss, expected)
+    assert torch.equal(found, expected)
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(leaves, cast))
     assert leaves[1].grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_one_graph_gives_what_the_function_gives(
-    kernel: ModuleType, monkeypatch, is_frozen: bool, dynamic: bool
-) -> None:
-    """The same operators in the same order, where nothing is kept for the gradient of the weight: exactly."""
-    monkeypatch.setattr(import_module(f"{kernel.__name__}.pieces"), "KEPT", 0)
+@each_loss
+def test_one_graph_of_a_frozen_head_gives_what_the_function_gives(kernel: ModuleType, loss) -> None:
+    """The same operators in the same order: exactly."""
     torch.compiler.reset()
-    compiled, eager, wanted = tensors(), tensors(), labels()
-    for tensor in (*compiled[1:], *eager[1:]):
-        tensor.requires_grad_(not is_frozen)
-
-    def function(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return kernel.linear_cross_entropy(hidden, weight, wanted, bias, label_smoothing=0.1)
-
-    found = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)(*compiled)
-    expected = function(*eager)
-    found.backward()
-    expected.backward()
-    assert torch.equal(found, expected)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(compiled, eager) if a.requires_grad)
+    wanted, found = labels(), []
+    for call in (torch.compile(loss, fullgraph=True, backend="aot_eager"), loss):
+        hidden, *head = tensors()
+        y = call(kernel, [hidden, *(tensor.detach() for tensor in head)], wanted)
+        y.backward()
+        found.append((y.detach(), hidden.grad))
+    assert all(map(torch.equal, *found))
 
 
-def test_a_loss_of_real_size_is_counted_on_fake_tensors(kernel: ModuleType) -> None:
-    tokens, words = 32768, 151936
+@pytest.mark.parametrize(("loss", "kept"), [(of_head, 0), (of_head, 1), *product((of_entropy, of_teacher), (0, 1, 2))])
+def test_what_is_kept_changes_no_number(kernel: ModuleType, monkeypatch, loss, kept) -> None:
+    """Of two pieces none, one or both are kept in 16 bits, and all are computed again for a second backward.
+
+    A head whose logits are all kept is computed by tokens, which rounds elsewhere.
+    """
+    monkeypatch.setattr(import_module(f"{kernel.__name__}.pieces"), "KEPT", kept * TOKENS * WORDS)
+    found = []
+    for pieces in (None, 2):
+        own = tensors(torch.bfloat16)
+        y = loss(kernel, own, labels(), pieces=pieces)
+        found += [torch.autograd.grad(y, own, retain_graph=True) for _ in range(2)]
+    assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_frozen", "tokens", "part"),
+    [
+        (of_head, False, 32768, 1 / 7),  # the last of 8 pieces is smaller
+        (of_entropy, False, 4096, 1 / 4),
+        *((of_teacher, is_frozen, 4096, 1366 / 4096) for is_frozen in (False, True)),
+    ],
+)
+def test_no_tensor_is_larger_than_a_part_of_the_logits(kernel: ModuleType, loss, is_frozen, tokens, part) -> None:
+    """Of as many words and tokens as a real head has, in 16 bits."""
+    words = 151_936
     with torch._subclasses.FakeTensorMode(), Largest() as largest:
-        hidden, weight = (
-            torch.empty(n, 64, dtype=torch.bfloat16, device="npu", requires_grad=True) for n in (tokens, words)
-        )
-        kernel.linear_cross_entropy(hidden, weight, torch.zeros(tokens, dtype=torch.long, device="npu")).backward()
-        assert weight.grad.shape == weight.shape
-    assert largest.elements <= tokens * words / 7  # the last of 8 pieces is smaller
+        own = [torch.empty(n, 64, dtype=torch.bfloat16, device="npu") for n in (tokens, words)]
+        for tensor in own[: 1 if is_frozen else 2]:
+            tensor.requires_grad_()
+        loss(kernel, own, torch.zeros(tokens, dtype=torch.long, device="npu")).backward()
+        assert all(tensor.grad is not None for tensor in own if tensor.requires_grad)
+    assert largest.bytes <= part * tokens * words * 2
 
 
 def test_checkpointing_computes_the_loss_again(kernel: ModuleType) -> None:

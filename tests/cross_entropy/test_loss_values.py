@@ -1,6 +1,5 @@
 """cross_entropy and linear_cross_entropy against their formula in float64: values and all gradients, all options."""
 
-from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
 
@@ -111,19 +110,6 @@ def test_only_gradients_that_are_wanted_are_computed(kernel: ModuleType, npu_cou
     for i, (tensor, expected) in enumerate(zip(tensors, exact)):
         assert (tensor.grad is None) == (i not in wanted)
         assert tensor.grad is None or is_near(tensor.grad, expected.grad)
-
-
-@pytest.mark.parametrize("kept", [0, 1])
-def test_logits_that_are_kept_change_no_number(kernel: ModuleType, monkeypatch, kept) -> None:
-    """Of two pieces none or one are kept, for the first backward; the second one computes all of them again."""
-    drawn = draw(6, 40, 8, bias=True)
-    monkeypatch.setattr(import_module(f"{kernel.__name__}.pieces"), "KEPT", kept * 6 * 20 * 2)
-    found = []
-    for pieces in (None, 2):
-        tensors = leaves(drawn[:3], torch.bfloat16, "npu")
-        loss = kernel.linear_cross_entropy(tensors[0], tensors[1], drawn.labels.npu(), tensors[2], pieces=pieces)
-        found += [torch.autograd.grad(loss, tensors, retain_graph=True) for _ in range(2)]
-    assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0]))
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

@@ -1,4 +1,4 @@
-"""Whole graphs under torch.compile, forward and backward, of the functions and of models."""
+"""Packed sequences and models as whole graphs under torch.compile, forward and backward, and masks in them."""
 
 from types import ModuleType
 
@@ -13,30 +13,6 @@ import softnpu
 from tests.support.attention_models import BATCHES, NAME, on_npu, pair
 
 SINKS = torch.randn(4, generator=torch.Generator().manual_seed(3))
-OPTIONS = {
-    "window": {"window_size": (3, 2)},
-    "softcap": {"softcap": 2.0},
-    "sinks": {"causal": True, "s_aux": SINKS},
-}
-
-
-@pytest.mark.parametrize(("name", "dynamic"), [("window", True), ("softcap", False), ("sinks", False)])
-def test_one_graph_gives_what_the_function_gives(kernel: ModuleType, name: str, dynamic: bool) -> None:
-    """The same operators in the same order: exactly."""
-    torch.compiler.reset()
-    options = on_npu(OPTIONS[name])
-    q, k, v = (torch.randn(2, 8, n, 16, device="npu") for n in (4, 2, 2))
-    compiled, eager = ([t.clone().requires_grad_() for t in (q, k, v)] for _ in range(2))
-
-    def function(*tensors: torch.Tensor) -> torch.Tensor:
-        return kernel.flash_attn_func(*tensors, **options)
-
-    found = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)(*compiled)
-    expected = function(*eager)
-    found.sum().backward()
-    expected.sum().backward()
-    assert torch.equal(found, expected)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(compiled, eager))
 
 
 def test_a_graph_of_a_mask_serves_any_number_of_queries(kernel: ModuleType) -> None:

@@ -286,17 +286,6 @@ def test_cross_attention_with_padded_keys(kernel: ModuleType) -> None:
     assert (out.cpu().double() - seen_by(q, k, v, padding[:, None, None])).abs().max() <= 2**-20
 
 
-def test_chosen_keys_of_an_indexer(kernel: ModuleType) -> None:
-    """DeepSeek-V3.2 hands them on beside the mask: a query sees what both leave it."""
-    q, k, v = (torch.randn(2, 2, TOKENS, 8, generator=torch.Generator().manual_seed(s)) for s in range(3))
-    chosen = torch.rand(2, TOKENS, TOKENS, generator=torch.Generator().manual_seed(3)).topk(5).indices
-    chosen[..., 0] = torch.arange(TOKENS)
-    mask = kernel.attention_mask(2, TOKENS, TOKENS)
-    out, _ = kernel.attention_forward(Module(), *(t.npu() for t in (q, k, v)), mask, indices=chosen.npu())
-    seen = torch.zeros(2, TOKENS, TOKENS, dtype=torch.bool).scatter(-1, chosen, True).tril().unsqueeze(1)
-    assert (out.cpu().double() - seen_by(q, k, v, seen)).abs().max() <= 2**-20
-
-
 @pytest.mark.parametrize("name", [None, "causal", "sliding", "chunked", "blocks of images", "prefix"])
 def test_chosen_keys_in_packed_sequences(kernel: ModuleType, name: str | None) -> None:
     """A query sees what was chosen, of what the mask and the lengths of the caller leave it."""

@@ -246,12 +246,6 @@ def test_sizes_that_the_operator_does_not_take_are_right_all_the_same(kernel, si
     agree(found, case.truth(swiglu), tolerance=65536**0.5 * 2**-24)  # of sums of so many
 
 
-def test_other_dtypes_and_devices_are_computed_in_torch(kernel) -> None:
-    case = Case(4, 9, 2, 8, 16, bias=True)
-    agree(case.found(kernel, kernel.SWIGLU, torch.float64, device="cpu"), case.truth(swiglu, torch.float64))
-    agree(case.found(kernel, kernel.SWIGLU, device="cpu"), case.truth(swiglu))
-
-
 TOLERANCE[torch.float64] = TOLERANCE[torch.float32]  # the routing weights are float32
 
 
@@ -292,16 +286,14 @@ def test_weights_may_lie_the_other_way_around(kernel, transposed) -> None:
         assert parameter.is_contiguous()
 
 
-@pytest.mark.parametrize(("gate", "partial"), [("swiglu", True), ("clipped", False), ("own", True)])
-def test_it_compiles_in_one_graph(kernel, gate, partial) -> None:
+def test_experts_that_live_elsewhere_compile_in_one_graph(kernel) -> None:
     torch._dynamo.reset()
-    case = Case(6, 10, 2, 16, 32, partial=partial)
-    activation = {"swiglu": kernel.SWIGLU, "clipped": kernel.Gate(1.702, 7.0, 1.0, True), "own": gelu_gate}[gate]
+    case = Case(6, 10, 2, 16, 32, partial=True)
     index = case.index.npu()
 
     def experts(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         return kernel.fused_experts(
-            x, index, weights, gate_up, down, activation=activation, is_transposed=True, is_expert_parallel=partial
+            x, index, weights, gate_up, down, activation=gelu_gate, is_transposed=True, is_expert_parallel=True
         )
 
     results = []

@@ -150,24 +150,6 @@ def test_scores_that_vanish_have_finite_weights_and_gradients(kernel) -> None:
     assert logits.grad.tolist() == [[0.0] * 8] * 2
 
 
-@pytest.mark.parametrize("grad", [False, True])
-def test_it_compiles_in_one_graph(kernel, grad) -> None:
-    torch._dynamo.reset()
-
-    def function(logits: Tensor) -> tuple[Tensor, Tensor]:
-        return kernel.gating_top_k(logits, 3, groups=2, scale=2.0)
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
-    results = []
-    for each in (function, compiled):
-        logits = torch.linspace(-2, 2, 60, device="npu").view(5, 12).requires_grad_(grad)
-        weights, experts = each(logits)
-        if grad:
-            weights.square().sum().backward()
-        results.append([weights.detach(), experts, *([logits.grad] if grad else [])])
-    assert all(torch.equal(a, b) for a, b in zip(*results))
-
-
 @pytest.mark.parametrize(
     ("logits", "options", "error", "message"),
     [

@@ -1,48 +1,14 @@
-"""grouped_matmul and GmmFunction against a product for each group in float64."""
+"""What grouped_matmul leaves to torch, and what it, experts and moved parameters refuse."""
 
 import pytest
 import torch
 
 import softnpu
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # one rounding, of sums in float32
-
 
 def truth(x, weight, counts, bias):
     parts = zip(x.split(counts.tolist()), weight, [0] * len(weight) if bias is None else bias)
     return torch.cat([rows @ matrix + offset for rows, matrix, offset in parts])
-
-
-@pytest.mark.parametrize("view", [False, True], ids=["contiguous", "transposed view"])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_products_and_gradients_of_groups(kernel, dtype, bias, view) -> None:
-    counts = torch.tensor([3, 0, 5, 1, 0])
-    x, weight = torch.randn(9, 24).to(dtype), torch.randn(5, 24, 40).to(dtype)
-    biases = torch.randn(5, 40).to(dtype) if bias else None
-    grad = torch.randn(9, 40).to(dtype)
-    exact = [t if t is None else t.double().requires_grad_() for t in (x, weight, biases)]
-    expected = truth(exact[0], exact[1], counts, exact[2])
-    expected.backward(grad.double())
-
-    stored = weight.mT.contiguous() if view else weight
-    leaves = [t if t is None else t.npu().requires_grad_() for t in (x, stored, biases)]
-    softnpu.reset_counters()
-    y = kernel.grouped_matmul(leaves[0], leaves[1].mT if view else leaves[1], counts.npu(), leaves[2])
-    y.backward(grad.npu())
-    counters = softnpu.counters()
-    assert counters["npu_grouped_matmul"] == 3 + bias
-    assert counters["stream_syncs"] == 0
-    assert leaves[1].grad.is_contiguous()
-    found = [y, leaves[0].grad, leaves[1].grad.mT if view else leaves[1].grad]
-    wanted = [expected, exact[0].grad, exact[1].grad]
-    if bias:
-        found.append(leaves[2].grad)
-        wanted.append(exact[2].grad)
-    for a, b in zip(found, wanted):
-        assert a.dtype is dtype
-        assert (a.detach().cpu().double() - b).norm() <= TOLERANCE[dtype] * b.norm()
-    assert not found[2][1].any()  # a group without rows
 
 
 @pytest.mark.parametrize("case", ["many groups", "wide", "other strides", "cpu"])

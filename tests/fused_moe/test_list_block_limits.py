@@ -102,12 +102,3 @@ def test_autocast_to_the_dtype_of_the_weights_changes_nothing(kernel: ModuleType
     for a, b in zip(found, expected):
         assert (a is None) == (b is None)
         assert a is None or torch.equal(a, b)
-
-
-@pytest.mark.parametrize("cls", [Qwen3MoeSparseMoeBlock, DeepseekV3MoE], ids=lambda cls: cls.__name__)
-def test_compiles_with_the_same_values(kernel: ModuleType, cls) -> None:
-    torch._dynamo.reset()
-    original = block(cls, 4)
-    module = bound(kernel, original, packed=False)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    assert_close(results(compiled, block_inputs().npu()), results(original, block_inputs()))

@@ -56,12 +56,6 @@ def test_one_product_and_no_more_than_two_copies_are_launched(kernel, name, copi
     assert sum(calls.values()) == copies
 
 
-def test_it_can_be_differentiated_twice(kernel) -> None:
-    shape, patch = SHAPES["what is left is cut off"]
-    tensors = [tensor.double().requires_grad_() for tensor in drawn((2, *shape), patch, True, torch.float32)]
-    assert torch.autograd.gradgradcheck(kernel.patch_embedding, tensors)
-
-
 @pytest.mark.parametrize("shape", [(2, 3, 2, 8), (2, 4, 8, 8), (2, 2, 3, 8, 8), (8, 8)], ids=str)
 def test_what_has_no_patches_is_refused(kernel, shape) -> None:
     with pytest.raises(ValueError, match="has no patches of \\[4, 4\\] in 3 channels"):

@@ -1,6 +1,5 @@
 """The delta rules against a recurrence in float64, and against transformers' functions, which are not to be nearer."""
 
-import sys
 from types import ModuleType
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-import softnpu
 from kernels_ext_npu.selftest.functions.linear_attention import delta_rule
 from tests.support.delta_rule_inputs import draw
 
@@ -189,62 +187,6 @@ def test_gradients_of_one_token_are_those_of_chunks(kernel: ModuleType, by_chann
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
-@pytest.mark.parametrize("length", [1, 70])
-def test_autocast_rounds_nothing(kernel: ModuleType, by_channel: bool, length: int) -> None:
-    """A Trainer with bf16=True runs a model so: the forward in it, the backward not."""
-    tensors = [x.npu() for x in draw(8, (1, length, 1, 2, 8, 8), by_channel, dtype=torch.bfloat16)]
-    weights = [torch.randn(1, length, 2, 8).npu(), torch.randn(1, 2, 8, 8).npu()]
-    function = getattr(kernel, (STEPS if length == 1 else FUNCTIONS)[by_channel])
-
-    def under_autocast(*given: Tensor, **options: object) -> tuple[Tensor, Tensor]:
-        with torch.autocast("npu", dtype=torch.bfloat16):
-            return function(*given, **options)
-
-    options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
-    plain, found = (results_and_gradients(f, tensors, weights, **options) for f in (function, under_autocast))
-    assert all(torch.equal(a, b) for a, b in zip(plain, found))
-
-
-@pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
-def test_segments_of_a_smaller_budget_give_the_same(kernel: ModuleType, monkeypatch, by_channel: bool) -> None:
-    """To the bit: products of a chunk do not depend on how many are computed at once."""
-    module = sys.modules[f"{kernel.__name__}.delta_rule"]
-    tensors = [x.npu() for x in [*draw(7, (2, 200, 1, 2, 8, 8), by_channel), torch.randn(2, 2, 8, 8)]]
-    weights = [torch.randn(2, 200, 2, 8), torch.randn(2, 2, 8, 8)]
-    options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
-    function = getattr(kernel, FUNCTIONS[by_channel])
-    at_once = results_and_gradients(function, tensors, weights, **options)
-    monkeypatch.setattr(module, "BUDGET", 1)
-    by_parts = results_and_gradients(function, tensors, weights, **options)
-    assert all(torch.equal(one, other) for one, other in zip(at_once, by_parts))
-
-
-@pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
-def test_nothing_is_left_to_the_host_or_the_scalar_cores(kernel: ModuleType, by_channel: bool) -> None:
-    tensors = [x.npu().requires_grad_() for x in draw(8, (1, 200, 2, 2, 16, 16), by_channel)]
-    softnpu.reset_counters()
-    out, last = getattr(kernel, FUNCTIONS[by_channel])(*tensors, output_final_state=True, use_qk_l2norm_in_kernel=True)
-    (out.sum() + last.sum()).backward()
-    calls = softnpu.counters()
-    assert calls.get("stream_syncs", 0) == calls.get("device_to_host_copies", 0) == 0
-    assert not {"linalg_solve_triangular", "triangular_solve", "linalg_inv_ex"} & calls.keys()
-
-
-@pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
-def test_a_chunk_more_is_one_launch_more_in_each_direction(kernel: ModuleType, by_channel: bool) -> None:
-    launches = {}
-    for chunks in (4, 10):
-        tensors = [x.npu().requires_grad_() for x in draw(9, (1, 64 * chunks, 2, 2, 8, 8), by_channel)]
-        softnpu.reset_counters()
-        out, _ = getattr(kernel, FUNCTIONS[by_channel])(*tensors, use_qk_l2norm_in_kernel=True)
-        forward = sum(softnpu.counters().values())
-        out.backward(torch.ones_like(out))
-        launches[chunks] = forward, sum(softnpu.counters().values())
-    assert launches[10][0] - launches[4][0] == 6
-    assert launches[10][1] - launches[4][1] == 12
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -258,12 +200,6 @@ def test_arguments_that_do_not_fit_are_refused(kernel: ModuleType, change: dict,
     shapes = {"q": (2, 5, 2, 8), "k": (2, 5, 2, 8), "v": (2, 5, 2, 8), "g": (2, 5, 2), "beta": (2, 5, 2)} | change
     with pytest.raises(ValueError, match=message):
         kernel.chunk_gated_delta_rule(**{name: torch.zeros(shape) for name, shape in shapes.items()})
-
-
-def test_integers_are_refused(kernel: ModuleType) -> None:
-    tensors = draw(0, (1, 2, 1, 1, 4, 4), False)
-    with pytest.raises(TypeError, match="beta must be floating point"):
-        kernel.chunk_gated_delta_rule(*tensors[:4], tensors[4].long())
 
 
 @pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])

@@ -51,21 +51,6 @@ def test_states_and_gradients_are_those_of_float64(kernel: ModuleType, seed: int
         assert (ours.double() - wanted).norm() <= ROUNDINGS * max(float(wanted.norm()), wanted.numel() ** 0.5)
 
 
-def test_a_chunk_more_is_a_launch_more_in_each_direction_and_nothing_waits(kernel: ModuleType) -> None:
-    launches = {}
-    for chunks in (2, 5):
-        tensors = [x.npu().requires_grad_() for x in draw(1, 1, 32 * chunks)]
-        softnpu.reset_counters()
-        out, _ = kernel.linear_recurrence(*tensors)
-        forward = sum(softnpu.counters().values())
-        out.backward(torch.ones_like(out))
-        calls = softnpu.counters()
-        assert calls.get("stream_syncs", 0) == calls.get("device_to_host_copies", 0) == 0
-        launches[chunks] = forward, sum(calls.values())
-    assert launches[5][0] - launches[2][0] == 3
-    assert launches[5][1] - launches[2][1] == 6
-
-
 @pytest.mark.parametrize(("tokens", "most"), [(1, 1), (2, 12), (5, 18)])
 def test_few_tokens_are_few_launches(kernel: ModuleType, tokens: int, most: int) -> None:
     """A step of decoding is one; others are two of each token, and what brings the tokens into steps and back."""
@@ -73,23 +58,6 @@ def test_few_tokens_are_few_launches(kernel: ModuleType, tokens: int, most: int)
     softnpu.reset_counters()
     kernel.linear_recurrence(*tensors)
     assert 0 < sum(softnpu.counters().values()) <= most
-
-
-def test_torch_func_has_gradients_of_gradients_and_autograd_refuses_them(kernel: ModuleType) -> None:
-    decays, added, state = draw(2, 1, 40)
-
-    def norm(x: Tensor, function, *others: Tensor) -> Tensor:
-        grad = torch.func.grad(lambda x: function(x, *others)[0].square().sum())(x)
-        return grad.square().sum()
-
-    found = torch.func.grad(norm)(decays.npu(), kernel.linear_recurrence, added.npu(), state.npu())
-    wanted = torch.func.grad(norm)(decays.double(), truth, added.double(), state.double())
-    torch.testing.assert_close(found.cpu().double(), wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
-    leaf = decays.npu().requires_grad_()
-    out, _ = kernel.linear_recurrence(leaf, added.npu())
-    (grad,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
 
 
 def test_what_does_not_fit_is_refused(kernel: ModuleType) -> None:

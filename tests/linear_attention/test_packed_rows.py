@@ -91,6 +91,25 @@ def test_nothing_crosses_a_bound(kernel: ModuleType, by_channel: bool) -> None:
     close(out[:, 30:], alone, "small")
 
 
+@pytest.mark.parametrize("by_channel", [pytest.param(False, marks=pytest.mark.long), True])
+def test_compiled_they_are_one_graph_that_gives_the_same(kernel: ModuleType, by_channel: bool) -> None:
+    """The same operators but for where states are written: to a rounding or two."""
+    torch.compiler.reset()
+    function, bounds = getattr(kernel, FUNCTIONS[by_channel]), torch.tensor([0, 30, 70], device="npu")
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        out, state = function(*tensors, cu_seqlens=bounds, output_final_state=True, **OPTIONS)
+        return out.sum() + state.sum()
+
+    found = []
+    for each in (torch.compile(call, fullgraph=True, backend="aot_eager"), call):
+        leaves = [x.npu().requires_grad_() for x in draw(1, (1, 70, 1, 2, 8, 8), by_channel)]
+        y = each(*leaves)
+        found.append([y.detach(), *torch.autograd.grad(y, leaves)])
+    for ours, wanted in zip(*found):
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_rows_of_numbered_sequences_are_taken_by_themselves(kernel: ModuleType) -> None:
     tensors = [x.npu() for x in draw(3, (2, 80, 1, 1, 8, 8), False)]
     numbers = torch.zeros(2, 80, dtype=torch.int32)

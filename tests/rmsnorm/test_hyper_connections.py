@@ -111,7 +111,7 @@ def test_a_round_is_two_launches_and_keeps_nothing(kernel: ModuleType) -> None:
     assert more[0] <= 62
 
 
-def test_it_can_be_differentiated_twice_mapped_and_compiled(kernel: ModuleType) -> None:
+def test_it_can_be_differentiated_twice_and_mapped(kernel: ModuleType) -> None:
     x, *rest, _ = given()
     rest.append(2)
     exact, device = x.double(), x.npu()
@@ -136,9 +136,6 @@ def test_it_can_be_differentiated_twice_mapped_and_compiled(kernel: ModuleType) 
     assert (found.cpu() - wanted).norm() <= 1e-5 * wanted.norm()
     mapped = torch.func.grad(lambda x: loss(ours, x))(device.detach())
     assert (mapped.cpu() - first).norm() <= 4e-6 * first.norm()
-    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True, dynamic=True)
-    (grad,) = torch.autograd.grad(loss(compiled, device), device)
-    assert (grad.cpu() - first).norm() <= 4e-6 * first.norm()
 
 
 def test_what_does_not_fit_is_refused(kernel: ModuleType) -> None:

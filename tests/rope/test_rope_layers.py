@@ -111,25 +111,3 @@ def test_arguments_may_be_missing_where_transformers_lets_them(kernel: ModuleTyp
             expected = reference.original(**inputs)
             assert type(found) is type(expected)
             assert distance(tensors(found)[0], tensors(expected)[0]) <= 1e-6
-
-
-LAYERS = sorted({reference.layers[0]: reference.original.__name__ for reference in PATTERNS}.items())
-
-
-@pytest.mark.parametrize(
-    ("layer", "reference", "dtype", "dynamic"),
-    [
-        pytest.param(*layer, *((FLOAT32, False), (BFLOAT16, True))[i % 2], marks=[pytest.mark.long] * (i % 5 > 0))
-        for i, layer in enumerate(LAYERS)
-    ],
-)
-def test_compiles_to_one_graph_with_the_same_results(kernel: ModuleType, layer, reference, dtype, dynamic) -> None:
-    torch._dynamo.reset()
-    made, inputs = getattr(kernel.layers, layer)(), moved(arguments(reference, dtype, dtype))
-    compiled = torch.compile(made.forward, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for a, b in zip(results(compiled, inputs), results(made, inputs), strict=True):
-        assert torch.equal(a, b)
-    softnpu.reset_counters()
-    with torch.no_grad():
-        count = len(tensors(compiled(**inputs)))
-    assert softnpu.counters()["npu_rotary_mul"] == count

@@ -49,7 +49,8 @@ def kernel(repository: str) -> ModuleType:
 SIMPLE = {
     *("rms_norm", "zero_centered_rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu", "geglu"),
     *("clamped_swiglu", "clipped_swiglu", "gelu_tanh", "quick_gelu", "rotary_mul", "apply_rotary_pos_emb"),
-    *("softmax_top_k", "linear"),
+    *("apply_multimodal_rotary_pos_emb", "softmax_top_k", "cross_entropy", "linear_cross_entropy"),
+    *("linear_log_probs_and_entropy", "linear", "patch_embedding"),
 }
 
 

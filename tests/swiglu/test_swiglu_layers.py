@@ -1,4 +1,4 @@
-"""The layers as `kernels` binds them: one graph under torch.compile, forward and backward, packed or not."""
+"""The layers as `kernels` binds them: launches, dimensions, devices, frozen parameters, gates that compute both."""
 
 import copy
 from types import MethodType, ModuleType
@@ -7,33 +7,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.patterns.mlps import mlp_variants
-from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP, Phi3MLP
+from kernels_ext_npu import catalogue
+from kernels_ext_npu.selftest.layers.layer_cases import MODULES
 from tests.support.rounding import launched
 
+# a module for each, of 32 values
+LAYERS = {name: makers[0] for name, makers in MODULES.items() if catalogue.LAYERS[name] == "SwiGLU"}
 
-def with_member(module: nn.Module, name: str, value: float) -> nn.Module:
-    setattr(module, name, value)
+
+def made(layer: str) -> nn.Module:
+    module, _ = LAYERS[layer]()
     return module
-
-
-LAYERS = {
-    "SwiGLUMLP": lambda: LlamaMLP(32, 64, "silu", bias=True),
-    "GeGLUMLP": lambda: LlamaMLP(32, 64, "gelu_pytorch_tanh"),
-    "ExactGeGLUMLP": lambda: LlamaMLP(32, 64, "gelu"),
-    "FusedExactGeGLUMLP": lambda: Phi3MLP(32, 64, "gelu"),
-    "ClampedSwiGLUMLP": lambda: with_member(mlp_variants.DeepseekV4MLP(32, 64), "limit", 0.25),
-    "ScaledSwiGLUMLP": lambda: mlp_variants.FalconH1MLP(32, 64),
-    "DropoutMLP": lambda: mlp_variants.T5DenseGatedActDense(32, 64, "gelu_new", p=0.0),
-    "FusedDropoutMLP": lambda: mlp_variants.ModernBertMLP(32, 64, "gelu", p=0.0),
-    "DroppedMLP": lambda: with_member(mlp_variants.SeedOssMLP(32, 64), "residual_dropout", 0.0),
-    "GloballyScaledMLP": lambda: mlp_variants.InklingMLP(32, 64),
-    "NormedMLP": lambda: mlp_variants.BitNetMLP(32, 64),
-    "FusedMLPByLayer": lambda: mlp_variants.MoshiGatingMLP(32, 64),
-    "FusedAdaptedMLP": lambda: mlp_variants.Zamba2MLP(32, 64, "gelu"),
-    "FusedSwiGLUMLP": lambda: Phi3MLP(32, 64, "silu"),
-    "FusedGeGLUMLP": lambda: Phi3MLP(32, 64, "gelu_pytorch_tanh"),
-}
 
 
 def bound(kernel: ModuleType, layer: str, original: nn.Module, pack: bool = True) -> nn.Module:
@@ -45,40 +29,17 @@ def bound(kernel: ModuleType, layer: str, original: nn.Module, pack: bool = True
     return module
 
 
-def results(module: nn.Module, x: Tensor, call=None) -> list[Tensor]:
+def results(module: nn.Module, x: Tensor) -> list[Tensor]:
     leaf = x.clone().requires_grad_()
-    y = module(leaf) if call is None else call(leaf)
+    y = module(leaf)
     module.zero_grad()
     y.square().sum().backward()
     return [y.detach(), leaf.grad, *(parameter.grad for parameter in module.parameters())]
 
 
-def test_the_list_is_complete(kernel: ModuleType) -> None:
-    defined = {n for n, v in vars(kernel.layers).items() if isinstance(v, type) and issubclass(v, nn.Module)}
-    assert {name for name in defined if not name.startswith("_")} == set(LAYERS)
-    for layer in LAYERS:
-        assert getattr(kernel.layers, layer).can_torch_compile
-        assert getattr(kernel.layers, layer).has_backward
-
-
-@pytest.mark.parametrize(("layer", "pack"), [(layer, i % 2 == 0) for i, layer in enumerate(LAYERS)])
-def test_compiles_to_one_graph_with_the_originals_values(kernel: ModuleType, layer, pack) -> None:
-    """To 2e-6 of the norm: three products in float32, each with sums in another order."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    original = LAYERS[layer]()
-    module = bound(kernel, layer, original, pack)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    x = torch.randn(2, 3, 32)
-    expected = results(original, x)
-    for call in (module, compiled):
-        for a, b in zip(results(module, x.npu(), call), expected):
-            assert (a.cpu() - b).norm() <= 2e-6 * b.norm()
-
-
 @pytest.mark.parametrize("layer", sorted(set(LAYERS) - {"FusedAdaptedMLP", "NormedMLP"}))  # these compute more
 def test_inference_is_two_products_and_a_unit(kernel: ModuleType, layer) -> None:
-    module = bound(kernel, layer, LAYERS[layer]())
+    module = bound(kernel, layer, made(layer))
     x = torch.randn(2, 3, 32, device="npu")
     with torch.no_grad():
         calls = launched(lambda: module(x))
@@ -94,7 +55,7 @@ def test_inference_is_two_products_and_a_unit(kernel: ModuleType, layer) -> None
 @pytest.mark.parametrize("shape", [(32,), (5, 32), (2, 3, 4, 32), (0, 32)])
 @pytest.mark.parametrize("layer", sorted(set(LAYERS) - {"FusedMLPByLayer"}))  # whose original takes three
 def test_any_number_of_dimensions(kernel: ModuleType, layer, shape) -> None:
-    original = LAYERS[layer]()
+    original = made(layer)
     module = bound(kernel, layer, original)
     x = torch.randn(shape)
     for a, b in zip(results(module, x.npu()), results(original, x)):
@@ -104,7 +65,7 @@ def test_any_number_of_dimensions(kernel: ModuleType, layer, shape) -> None:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_other_devices_compute_what_the_original_does(kernel: ModuleType, layer) -> None:
-    original = LAYERS[layer]()
+    original = made(layer)
     module = bound(kernel, layer, original).cpu()
     if not layer.startswith("Fused"):
         gate, up, _ = kernel.packing.projections(module)
@@ -124,7 +85,7 @@ def test_a_projection_that_is_missing_is_named(kernel: ModuleType, layer) -> Non
 
 
 def test_frozen_parameters_get_no_gradient(kernel: ModuleType) -> None:
-    original = LAYERS["SwiGLUMLP"]()
+    original = made("SwiGLUMLP")
     for frozen in ("gate_proj", "up_proj", "down_proj"):
         module, reference = bound(kernel, "SwiGLUMLP", original), copy.deepcopy(original)
         for mlp in (module, reference):
@@ -139,7 +100,7 @@ def test_frozen_parameters_get_no_gradient(kernel: ModuleType) -> None:
 @pytest.mark.parametrize("layer", ["SwiGLUMLP", "GeGLUMLP", "ExactGeGLUMLP", "DroppedMLP"])
 def test_a_gate_whose_forward_computes_the_up_too_is_asked_for_both(kernel: ModuleType, layer, how) -> None:
     """As layers with adapters do, which are not packed."""
-    module, asked = bound(kernel, layer, LAYERS[layer](), pack=False), []
+    module, asked = bound(kernel, layer, made(layer), pack=False), []
     x = torch.linspace(-1, 1, 3 * 32).view(3, 32).npu()
     expected = results(module, x)
     gate, up, _ = kernel.packing.projections(module)

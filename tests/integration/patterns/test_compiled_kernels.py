@@ -1,0 +1,87 @@
+"""Every function and layer of the kernels is one graph under torch.compile, forward and backward.
+
+It gives what its formula gives in float64, and launches the operators that it launches without a graph.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import softnpu
+from kernels_ext_npu.catalogue import LAYERS, REPOSITORIES
+from kernels_ext_npu.selftest import comparing, functions
+from kernels_ext_npu.selftest.cases import Function, Layer
+from kernels_ext_npu.selftest.layers.layer_cases import CASES
+from tests.support.differentiated import kernel
+
+# two of modules that their cases make, which no graph does, and one that looks where weights lie before it
+OUTSIDE = ("experts_forward", "attention_forward", "lora_pair")
+FUNCTIONS = [function for function in functions.FUNCTIONS if not function.at and function.name not in OUTSIDE]
+# graphs with sizes that are not known, of some, and those that take long, of which other tests have graphs of a kind
+QUICKLY = {"rms_norm", "swiglu", "fused_experts", "gating_top_k"}
+SLOWLY = {"chunk_gated_delta_rule", "chunk_kda", "selective_scan_fn", "linear_recurrence", "hyper_connection"}
+SLOWLY |= {"linear_cross_entropy", "linear_log_probs_and_entropy", "linear_generalized_jsd"}
+SIZES = [
+    pytest.param(function, is_dynamic, marks=[pytest.mark.long] * (function.name in late))
+    for is_dynamic, late in ((False, SLOWLY), (True, {function.name for function in FUNCTIONS} - QUICKLY))
+    for function in FUNCTIONS
+]
+
+
+def in_a_graph(function: Callable, is_dynamic: bool = False) -> Callable:
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=is_dynamic)
+
+
+def operators(call: Callable, given: tuple) -> dict[str, int]:
+    with torch.no_grad():
+        call(*given)  # what the first call alone does
+        softnpu.reset_counters()
+        call(*given)
+    return {name: count for name, count in softnpu.counters().items() if name.startswith("npu_")}
+
+
+@pytest.mark.parametrize(("function", "is_dynamic"), SIZES, ids=lambda value: getattr(value, "name", str(value)))
+def test_a_function_is_one_graph(function: Function, is_dynamic: bool) -> None:
+    own = getattr(kernel(function.repository), function.name)
+
+    def call(*given):
+        return function.call(own, *given)
+
+    compiled = in_a_graph(call, is_dynamic)
+    same = replace(function, call=lambda _, *given: compiled(*given))
+    assert same.compare(kernel(function.repository), torch.float32).largest <= comparing.TOLERANCE[torch.float32]
+    given = comparing.moved(function.arguments())
+    assert operators(compiled, given) == operators(call, given)
+
+
+def test_all_layers_are_listed_and_say_that_they_compile_and_have_gradients() -> None:
+    for repository in REPOSITORIES:
+        layers = vars(getattr(kernel(repository), "layers", object))
+        defined = {name: each for name, each in layers.items() if inspect.isclass(each) and issubclass(each, nn.Module)}
+        public = {name for name in defined if not name.startswith("_")}
+        assert public == {name for name, of in LAYERS.items() if of == repository}
+        assert all(defined[name].can_torch_compile and defined[name].has_backward for name in public)
+
+
+def of_layers() -> list:
+    """Return a case of each layer; of two families with many the most wait for a long run."""
+    cases = {
+        case.name: case for case in CASES if case.name != "ScaledTokensMoEBlock"
+    }  # looks at values of an activation
+    many = [name for name in cases if LAYERS[name] in ("RoPE", "FusedMoE")]
+    late = {name for number, name in enumerate(many) if number % 5}
+    late |= {name for name in cases if LAYERS[name] == "LinearAttention"}  # of whose functions there are graphs
+    return [pytest.param(case, marks=[pytest.mark.long] * (name in late), id=name) for name, case in cases.items()]
+
+
+@pytest.mark.parametrize("case", of_layers())
+def test_a_layer_is_one_graph(case: Layer) -> None:
+    layer: type[nn.Module] = getattr(kernel(case.repository).layers, case.name)
+    members = {"forward": in_a_graph(layer.forward), "__module__": layer.__module__}
+    found, expected = case.compute(type(case.name, (layer,), members), torch.float32)
+    assert comparing.difference(found, expected).largest <= comparing.TOLERANCE[torch.float32]

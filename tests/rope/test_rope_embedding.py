@@ -2,7 +2,6 @@
 
 import copy
 from importlib import import_module
-from types import ModuleType
 
 import pytest
 import torch

@@ -59,6 +59,6 @@ def test_what_is_not_there_is_named() -> None:
 def test_what_is_no_source_is_told_what_is_one() -> None:
     for use in (partial(kernels_ext_npu.load, "RMSNorm"), kernels_ext_npu.register):
         for source in (None, 1, ["bundled"]):
-            said = f'source={source!r}: give "bundled", "hub", or the path of a clone of kernels-ext-npu'
+            said = f'source={source!r} is neither text nor a path. A source is "bundled", "hub", or the path of a clone'
             with pytest.raises(TypeError, match=re.escape(said)):
                 use(source=source)

@@ -11,7 +11,7 @@ from kernels import get_local_kernel
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels_ext_npu.measuring.costs import tensors
+from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.selftest import functions
 from kernels_ext_npu.selftest.cases import Function
 from kernels_ext_npu.selftest.functions.norms import gated, gelu_tanh

@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 from kernels_ext_npu.benchmarking.shrunk_models import SEED, Model
 from kernels_ext_npu.catalogue import IMPLEMENTATION, LAYERS
 from kernels_ext_npu.matching.function_scan import Use, uses
-from kernels_ext_npu.measuring.costs import tensors
+from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.reporting.report import report
 
 SEQUENCES = 32  # in decoding

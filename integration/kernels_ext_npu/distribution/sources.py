@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ORGANISATION = "kernels-ext-npu"
 VERSION = 1  # of the kernel repositories' interface, the branch v1 on the Hub
-_SOURCES = '"bundled", "hub", or the path of a clone of kernels-ext-npu'
+_SOURCES = 'A source is "bundled", "hub", or the path of a clone of kernels-ext-npu.'
 
 
 def layer_sources(
@@ -90,7 +90,7 @@ def check(source: str | Path, repositories: Collection[str]) -> None:
         wrong = (
             f'did you mean "{near[0]}"?' if near and not folder.exists() else f"{folder} has no {', '.join(missing)}."
         )
-        raise FileNotFoundError(f"source={str(source)!r}: {wrong} A source is {_SOURCES}.")
+        raise FileNotFoundError(f"source={str(source)!r}: {wrong} {_SOURCES}")
 
 
 def root(source: str | Path) -> Path:
@@ -99,7 +99,7 @@ def root(source: str | Path) -> Path:
     The bundled ones are inside the installed package, and in a clone beside it: the package is built from them.
     """
     if not isinstance(source, str | os.PathLike):
-        raise TypeError(f"source={source!r}: give {_SOURCES}")
+        raise TypeError(f"source={source!r} is neither text nor a path. {_SOURCES}")
     if source != "bundled":
         return Path(source).expanduser().resolve()
     package = Path(__file__).parent.parent

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch_npu
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import softnpu
+from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.measuring.products import name_of
 from softnpu.counting import STREAM_SYNCS
 
@@ -100,11 +100,6 @@ def what_runs(operator: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tup
         if ends is not None and not has_kernel:
             return "mm", ends.numel()
     return name_of(operator), 1
-
-
-def tensors(values: Any) -> list[torch.Tensor]:
-    """Return all tensors in some values, however they are nested."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def bytes_of(values: Any) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 # float32 on both sides: sums in another order. A real device may multiply float32 matrices in less precision.
 OF_MODELS = {True: 1e-5, False: 1e-2}
@@ -26,6 +28,11 @@ class Distance:
     norm: float  # the norm of the difference, divided by that of the exact result
     largest: float  # the largest single difference, divided by the largest value of the exact result
     values: int  # how many values the result has
+
+
+def tensors(values: Any) -> list[Tensor]:
+    """Return all tensors in some values, however they are nested."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def distances(found: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None]) -> dict[str, Distance]:

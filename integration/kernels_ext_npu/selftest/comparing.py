@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map, tree_map_only
 
-from kernels_ext_npu.measuring.costs import tensors
-from kernels_ext_npu.measuring.distance import distances, worst
+from kernels_ext_npu.measuring.distance import distances, tensors, worst
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # A value goes through at most eight roundings to its dtype, forward and backward; of float32, sums of some hundred

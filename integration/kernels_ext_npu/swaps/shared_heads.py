@@ -31,9 +31,9 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     if REPOSITORY not in swapping.registration.kernels:
         return
     for cls, modules in swapping.by_class.items():
-        forward = _forward_of(cls.forward, frozenset(filter(_shares, uses(cls))))  # type: ignore[arg-type]
-        for module in modules:
-            set_forward(module, forward, _OWNER)
+        if (forward := _forward_of(cls, cls.forward)) is not None:  # type: ignore[arg-type]
+            for module in modules:
+                set_forward(module, forward, _OWNER)
 
 
 def _shares(use: Use) -> bool:
@@ -43,8 +43,9 @@ def _shares(use: Use) -> bool:
 
 
 @functools.cache
-def _forward_of(original: FunctionType, rules: frozenset[Use]) -> FunctionType | None:
+def _forward_of(cls: type[nn.Module], original: FunctionType) -> FunctionType | None:
     """Return the forward of layers that choose, call by call; None for a class that repeats nothing for these rules."""
+    rules = [use for use in uses(cls) if _shares(use)]
     shared = without_repeats(original, frozenset(rule.name for rule in rules)) if rules else None
     if shared is None:
         return None

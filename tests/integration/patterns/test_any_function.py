@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import softnpu
-from kernels_ext_npu.measuring.costs import tensors
+from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.selftest import comparing, functions
 from kernels_ext_npu.selftest.cases import Function
 from tests.support.differentiated import kernel

@@ -14,7 +14,8 @@ from kernels_ext_npu.inspection.counting import collectives
 from kernels_ext_npu.inspection.counting.counts import Collective, Counts
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.memory import Memory
-from kernels_ext_npu.measuring.costs import Cost, bytes_of, tensors, what_runs
+from kernels_ext_npu.measuring.costs import Cost, bytes_of, what_runs
+from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.measuring.products import flops
 from kernels_ext_npu.measuring.roofline import Soc, seconds
 

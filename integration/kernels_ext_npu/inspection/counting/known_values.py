@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels_ext_npu.inspection.counting import collectives
-from kernels_ext_npu.measuring.costs import LIKE, tensors
+from kernels_ext_npu.measuring.costs import LIKE
+from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.measuring.products import name_of
 
 _MASKED = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")

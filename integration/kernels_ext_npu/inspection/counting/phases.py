@@ -23,7 +23,7 @@ from kernels_ext_npu.inspection.counting.dispatch import Axes, Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.memory import weight_bytes
 from kernels_ext_npu.inspection.counting.repetition import Kind, NotRepeatableError, few, find_kinds
-from kernels_ext_npu.measuring.costs import tensors
+from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.measuring.roofline import Soc
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from transformers import PreTrainedModel
 
-from kernels_ext_npu.measuring.costs import tensors
+from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.swaps import add_norm_fusion
 
 _INPUT = object()  # stands for the input in what a layer gives

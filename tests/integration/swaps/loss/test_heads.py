@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from tests.support.programs.acts.heads import smoothed_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -21,6 +20,7 @@ import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
 from tests.support import zoo
 from tests.support.heads import assert_same_gradients, assert_same_step, head_row, is_deferred, labelled, pair
+from tests.support.programs.acts.calls import smoothed_loss
 
 
 def batch(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from random import Random
@@ -88,11 +89,18 @@ def assert_report_is_true(
         assert error <= limits.get(dtype, 0.0), row
 
 
+def _of_each_head(rule: Callable, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call the rule of a model, which has a query and a key for each head of values: layers hand ours those shared."""
+    query, key = (tensor.repeat_interleave(value.shape[2] // tensor.shape[2], 2) for tensor in (query, key))
+    return rule(query, key, value, *args, **kwargs)
+
+
 def _forwards(row: Any, module: nn.Module) -> tuple[Any, Any]:
     """Return the forward of a class, and that of the kernel in its place."""
     if row.function is not None:
         function = _function(row, module)
-        return partial(type(function).forward, function), function.forward
+        own = partial(type(function).forward, function)
+        return partial(_of_each_head, own) if "GatedDeltaRule" in row.kernel else own, function.forward
     if row.kind == ATTENTION.in_models:
         options = {"scaling": module.scaling, "s_aux": getattr(module, "sinks", None)}
         eager = sys.modules[type(module).__module__].eager_attention_forward

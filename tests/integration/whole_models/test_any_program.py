@@ -83,6 +83,10 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     ("dense", [("attend_in_both_directions", 1), ("call_with_padding", 1)]),
     ("dense", [("call_from_a_model_that_packs", 1)]),
     ("dense", [("wrap_attention_by_name", 1), ("unregister", 1), ("take_the_wrapper_away", 1), ("register", 1)]),
+    (
+        "dense",
+        [("unregister", 1), ("wrap_attention_by_name", 1), ("attend_in_both_directions", 1), ("kernelize", 1)],
+    ),
     *(
         ("dense", [("keep_outputs", number), (act, 1), ("look_at_kept_outputs", 1)])
         for act in WRITES

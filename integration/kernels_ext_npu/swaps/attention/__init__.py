@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels_ext_npu.binding import forward_binding, registration
 from kernels_ext_npu.binding.devices import device_of, is_elsewhere
@@ -45,9 +46,10 @@ def install(registration: Registration) -> None:
         patches.item(table, name, calls.npu_flash_attention)
         patches.item(mask_table, name, calls.npu_flash_attention_mask)
     if table["sdpa"] is sdpa_attention_forward and mask_table["sdpa"] is sdpa_mask:
+        before = ALL_ATTENTION_FUNCTIONS["sdpa"]  # which may lie over the table, and calls transformers' own
         ours = functools.partial(calls.stand_in, sdpa_attention_forward)
         patches.item(table, "sdpa", functools.update_wrapper(ours, sdpa_attention_forward))
-        patches.item(mask_table, "sdpa", calls.mask_standing_in(sdpa_mask))
+        patches.item(mask_table, "sdpa", calls.mask_standing_in(sdpa_mask, before))
     if mask_table["eager"] is eager_mask:
         patches.item(mask_table, "eager", calls.mask_standing_in(eager_mask))
     patches.method(AttentionInterface, "get_interface", calls.get_interface, is_registered)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.swaps.attention import (
@@ -126,8 +127,13 @@ def get_interface(original: Callable, self: AttentionInterface, implementation: 
     return functools.partial(stand_in, found) if implementation == "eager" and found is default else found
 
 
-def mask_standing_in(original: Callable) -> Callable:
-    """Return what stands in for a mask function of transformers: on the NPU it describes the mask."""
+def mask_standing_in(original: Callable, before: Callable | None = None) -> Callable:
+    """Return what stands in for a mask function of transformers: on the NPU it describes the mask.
+
+    Args:
+        original: the mask function.
+        before: what computed the attention of ``sdpa`` before ours: while it still does, it gets the masks of then.
+    """
 
     @functools.wraps(original)
     def mask(*args: Any, **kwargs: Any) -> Any:
@@ -140,6 +146,7 @@ def mask_standing_in(original: Callable) -> Callable:
         if (
             torch.device(kwargs.get("device", "cpu")).type == "npu"
             and serving.describes_masks(config)
+            and ALL_ATTENTION_FUNCTIONS["sdpa"] is not before
             and not args
             and not getattr(config, "attn_logit_softcapping", None)
             and (given is None or len(given) == kwargs["batch_size"])

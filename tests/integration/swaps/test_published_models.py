@@ -79,7 +79,7 @@ def test_whole_models_cost_no_more_than_this(name, launches, gigabytes, peak, pe
     [("Qwen3-Next-80B-A3B", (7_300, 16_100), 656, 49), ("kimi_linear", (5_000, 11_700), 721, 34)],
 )
 def test_models_with_linear_attention_stay_below_these_figures(name, launches, gigabytes, peak) -> None:
-    """As they are counted, rounded up. Launches that chunks of heads with one key share are more, and move less.
+    """As they are counted, rounded up.
 
     The gigabytes are apart from products with experts, which have their own limit: they read the weights of all experts
     twice and write their gradients, whatever linear attention does.

@@ -21,6 +21,7 @@ from tests.support.differentiated import kernel
 # two of modules that their cases make, which no graph does, and one that looks where weights lie before it
 OUTSIDE = ("experts_forward", "attention_forward", "lora_pair")
 FUNCTIONS = [function for function in functions.FUNCTIONS if not function.at and function.name not in OUTSIDE]
+LOOKS = "ScaledTokensMoEBlock"  # at values of its activation, once
 # graphs with sizes that are not known, of some, and those that take long, of which other tests have graphs of a kind
 QUICKLY = {"rms_norm", "swiglu", "fused_experts", "gating_top_k"}
 SLOWLY = {"chunk_gated_delta_rule", "chunk_kda", "selective_scan_fn", "linear_recurrence", "hyper_connection"}
@@ -70,9 +71,7 @@ def test_all_layers_are_listed_and_say_that_they_compile_and_have_gradients() ->
 
 def of_layers() -> list:
     """Return a case of each layer; of two families with many the most wait for a long run."""
-    cases = {
-        case.name: case for case in CASES if case.name != "ScaledTokensMoEBlock"
-    }  # looks at values of an activation
+    cases = {case.name: case for case in CASES if case.name != LOOKS}
     many = [name for name in cases if LAYERS[name] in ("RoPE", "FusedMoE")]
     late = {name for number, name in enumerate(many) if number % 5}
     late |= {name for name in cases if LAYERS[name] == "LinearAttention"}  # of whose functions there are graphs

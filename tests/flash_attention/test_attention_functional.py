@@ -1,5 +1,6 @@
 """flash_attn_func and flash_attn_varlen_func against float64: values, gradients, launches, waits, memory, refusals."""
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import pytest
@@ -43,7 +44,10 @@ def agrees(found: Tensor, expected: Tensor, dtype: torch.dtype, factor: float = 
 
 
 def compare(function, truth, tensors: list[Tensor], sinks: Tensor | None, dtype: torch.dtype) -> None:
-    """Compare a result and the gradients of all tensors, sinks among them, on the NPU with the truth in float64."""
+    """Compare a result and derivatives by all tensors, sinks among them, on the NPU with the truth in float64.
+
+    In float32 also the second derivatives, which have one more product than the first.
+    """
     given = [*tensors, *([sinks] if sinks is not None else [])]
     exact, leaves = ([move(t).requires_grad_() for t in given] for move in (lambda t: t.double(), lambda t: t.npu()))
     expected, found = truth(*exact), function(*leaves)
@@ -53,10 +57,25 @@ def compare(function, truth, tensors: list[Tensor], sinks: Tensor | None, dtype:
     if not expected.requires_grad:
         return  # nobody sees a key
     (grad,) = draw(1, tuple(found.shape), dtype=dtype)
-    expected.backward(grad.double())
-    found.backward(grad.npu())
-    for leaf, wanted in zip(leaves, exact):
-        agrees(leaf.grad, wanted.grad if wanted.grad is not None else torch.zeros_like(wanted), dtype, 16)
+    is_twice = dtype == torch.float32
+    wanted, first = (
+        torch.autograd.grad(y, xs, g, retain_graph=True, create_graph=is_twice, materialize_grads=True)
+        for y, xs, g in ((expected, exact, grad.double()), (found, leaves, grad.npu()))
+    )
+    for a, b in zip(first, wanted):
+        agrees(a, b, dtype, 16)
+    if is_twice and any(g.requires_grad for g in wanted):
+        for a, b in zip(
+            *(
+                torch.autograd.grad(of_norm(gs), xs, materialize_grads=True)
+                for gs, xs in ((first, leaves), (wanted, exact))
+            )
+        ):
+            agrees(a, b, dtype, 64)
+
+
+def of_norm(gradients: Sequence[Tensor]) -> Tensor:
+    return sum(g.square().sum() for g in gradients)
 
 
 @settings(max_examples=120, deadline=None)
@@ -230,8 +249,12 @@ def test_gradients_with_dropout_are_those_of_what_was_kept(kernel: ModuleType) -
     (q,) = draw(0, (1, 16, 1, 16))
     v = torch.eye(16).view(1, 16, 1, 16).npu().requires_grad_()
     out = kernel.flash_attn_func(q.npu(), q.npu(), v, dropout_p=0.5, deterministic=True)
-    (grad,) = torch.autograd.grad(out.sum(), v)
+    (grad,) = torch.autograd.grad(out.sum(), v, retain_graph=True)
     torch.testing.assert_close(grad[0, :, 0], out[0, :, 0].sum(0, keepdim=True).T.expand(-1, 16), rtol=1e-5, atol=1e-6)
+    (again,) = torch.autograd.grad(out.sum(), v, create_graph=True)
+    assert torch.equal(again, grad)
+    with pytest.raises(NotImplementedError, match="attention with dropout has no second derivative"):
+        torch.autograd.grad(again.square().sum(), v)
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -211,9 +211,7 @@ CASES: dict[str, Case] = {
         partial(our_experts, activation=gated(gelu_tanh)), partial(experts, gate=gated(gelu_tanh)), MIXTURE
     ),
     "routed experts": Case(our_routed, routed, (TOKENS, (H, E), *MATRICES)),
+    "attention": Case(our_attention, attention, ((2, 5, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8))),
     "listed experts": Case(partial(our_listed_experts, is_packed=True), experts, MIXTURE, is_node=True),
     "listed experts, two products": Case(partial(our_listed_experts, is_packed=False), experts, MIXTURE, is_node=True),
 }
-
-# whose gradient has derivatives where something is transformed, and nowhere else
-ATTENTION = Case(our_attention, attention, ((2, 5, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8)))

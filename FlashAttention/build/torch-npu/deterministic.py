@@ -18,7 +18,7 @@ class DeterministicAttention(torch.autograd.Function):
 
     torch_npu hands that switch to each operator when it launches: op-plugin, op_plugin/utils/op_api_common_base.h.
     ``apply(query, key, value, sink, layout, sparsity, options, ends, key_ends)`` takes what ``operators.launch`` takes,
-    with the sink in float32 or None; differentiable once.
+    with the sink in float32 or None.
     """
 
     @staticmethod
@@ -44,7 +44,6 @@ class DeterministicAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sink, mask, out, maximum, total, reserved = ctx.saved_tensors
         heads, layout, sparsity, options, ends, key_ends = ctx.rest

@@ -6,6 +6,7 @@ from .forward import attention_forward
 from .functional import flash_attn_func, flash_attn_varlen_func
 from .limits import reads_chosen_in_place
 from .masks import attention_mask
+from .second_derivatives import register_derivative_of_attention
 
 __all__ = [
     "attend_chosen",
@@ -16,3 +17,5 @@ __all__ = [
     "reads_chosen_in_place",
     "top_k_keys",
 ]
+
+register_derivative_of_attention()

@@ -30,7 +30,8 @@ def flash_attn_func(
 
     It is one launch of ``npu_fusion_attention`` for float16, bfloat16 and float32 with up to 256 heads of up to 768
     values. With softcap or ALiBi, which the operator does not have, on other devices and in other dtypes it is computed
-    in torch, with all scores in memory. Differentiable; a query that sees no key gives zero.
+    in torch, with all scores in memory. Differentiable, and without dropout a second time, which has all scores in
+    memory; a query that sees no key gives zero.
 
     Args:
         q: ``[B, S_q, N, D]``, of a floating dtype.
@@ -52,6 +53,7 @@ def flash_attn_func(
     Raises:
         ValueError: shapes, devices or dtypes do not fit, or the weights are asked for.
         TypeError: ``q`` is not floating point.
+        NotImplementedError: a gradient with dropout is differentiated.
     """
     name = "flash_attn_func"
     _refuse_weights(name, return_attn_probs)

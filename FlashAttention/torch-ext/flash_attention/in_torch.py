@@ -47,7 +47,7 @@ def attend_in_torch(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tens
 
 
 def attend_packed_in_torch(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, band: Band, options: Options
+    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, seen: Band | Tensor, options: Options
 ) -> Tensor:
     """Compute attention within each sequence of a packed batch, one after the other.
 
@@ -56,7 +56,7 @@ def attend_packed_in_torch(
         key: ``[T_k, N_k, D]``.
         value: ``[T_k, N_k, D_v]``.
         sequences: where they end.
-        band: which keys of its sequence a query sees.
+        seen: which keys of its sequence a query sees, or what is left out in the longest, ``[S_q, S_k]``.
         options: how scores become weights.
 
     Returns:
@@ -66,7 +66,8 @@ def attend_packed_in_torch(
     for i, (end, key_end) in enumerate(zip(*sequences)):
         q = query[start:end].transpose(0, 1).unsqueeze(0)
         k, v = (tensor[key_start:key_end].transpose(0, 1).unsqueeze(0) for tensor in (key, value))
-        parts.append(attend_in_torch(q, k, v, band, _of_sequence(options, i))[0])
+        of_sequence = seen if isinstance(seen, Band) else seen[: q.shape[2], : k.shape[2]]
+        parts.append(attend_in_torch(q, k, v, of_sequence, _of_sequence(options, i))[0])
         start, key_start = end, key_end
     return torch.cat(parts) if parts else query.new_zeros(0, query.shape[1], value.shape[2])
 

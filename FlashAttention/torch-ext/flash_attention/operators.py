@@ -65,6 +65,24 @@ def sparsity_of(seen: Band | Tensor, queries: int, keys: int, query: Tensor) -> 
     return Sparsity(_triangle(query), _BAND, before, behind, inner_precise)
 
 
+def band_or_mask(
+    atten_mask: Tensor | None,
+    *,
+    sparse_mode: int = _DEFAULT,
+    pre_tockens: int = _UNBOUNDED,
+    next_tockens: int = _UNBOUNDED,
+    **_: object,
+) -> Band | Tensor | None:
+    """Return which keys a query sees, or a mask of what is left out, of an operator's arguments; None for others."""
+    if sparse_mode == _DEFAULT and atten_mask is None:
+        return FULL
+    if sparse_mode == _ALL and atten_mask is not None:
+        return atten_mask.bool()
+    if sparse_mode == _BAND:
+        return Band(*(None if limit == _UNBOUNDED else limit for limit in (pre_tockens, next_tockens)))
+    return {_UPPER_LEFT: CAUSAL._replace(from_start=True), _LOWER_RIGHT: CAUSAL}.get(sparse_mode)
+
+
 def launch(
     query: Tensor,
     key: Tensor,

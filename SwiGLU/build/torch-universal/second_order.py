@@ -8,6 +8,7 @@ computes in operators of torch; it runs only where the first derivative was made
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,22 +19,41 @@ _KEY = "AutogradPrivateUse1"
 _registered: list[Library] = []  # a registration lives as long as its library
 
 
-def let_differentiate(operator: OpOverload, in_torch: Callable[..., Tensor | tuple[Tensor, ...]]) -> None:
+def let_differentiate(operator: OpOverload, in_torch: Callable[..., Tensor | tuple[Tensor, ...] | str]) -> None:
     """Let an operator of torch_npu be differentiated, unless torch_npu or another copy of this kernel does so already.
 
     Args:
         operator: computes gradients, and has no derivative.
-        in_torch: takes its arguments, and computes the same by operators of torch.
+        in_torch: takes its arguments, and computes the same by operators of torch; or returns why it does not, for who
+            differentiates what the operator computed.
     """
     if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), _KEY):
         return
     below = torch._C._after_autograd_keyset
 
-    def compute(keys: torch._C.DispatchKeySet, *arguments: object) -> Tensor | tuple[Tensor, ...]:
-        if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
-            return in_torch(*arguments)
-        return operator.redispatch(keys & below, *arguments)
+    def compute(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
+        is_derived = any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
+        if not torch.is_grad_enabled() or not is_derived:
+            return operator.redispatch(keys & below, *args, **kwargs)
+        found = in_torch(*args, **kwargs)
+        if not isinstance(found, str):
+            return found
+        inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        return _Refused.apply(found, operator.redispatch(keys & below, *args, **kwargs), *inputs)
 
     library = Library(operator.namespace, "IMPL")
     library.impl(operator._opname, compute, _KEY, with_keyset=True)
     _registered.append(library)
+
+
+class _Refused(torch.autograd.Function):
+    """Returns what was computed of inputs, and says why there is no derivative when it is asked for one."""
+
+    @staticmethod
+    def forward(ctx: Any, why: str, results: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.why = why
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise NotImplementedError(ctx.why)

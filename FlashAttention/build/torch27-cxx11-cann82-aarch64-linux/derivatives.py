@@ -1,0 +1,41 @@
+"""Gradients computed by operators of torch, for who differentiates them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def gradients(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor | None], needs: Sequence[bool], grad: Tensor
+) -> list[Tensor | None]:
+    """Compute the gradients of a function, so that they can be differentiated themselves where gradients are enabled.
+
+    A backward calls it there, as ``create_graph`` enables them, and where no operator takes what it has; otherwise
+    operators of torch_npu compute them, which have no derivative.
+
+    Args:
+        function: takes ``inputs``, and computes one tensor with operators of torch.
+        inputs: what the forward got.
+        needs: of which of them the gradient is wanted.
+        grad: the gradient of the function's value.
+
+    Returns:
+        A gradient for each of ``inputs`` that needs one, None for the others.
+    """
+    # one may be computed from another, as routing weights are from tokens: what leads from one to the other is left out
+    is_derived = torch.is_grad_enabled()
+    with torch.enable_grad():
+        apart = [_alias(tensor) if needed else tensor for tensor, needed in zip(inputs, needs)]
+        wanted = [tensor for tensor, needed in zip(apart, needs) if needed]
+        y = function(*apart).to(grad.dtype)
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=is_derived, materialize_grads=True))
+    return [next(found) if needed else None for needed in needs]
+
+
+def _alias(tensor: Tensor | None) -> Tensor:
+    """Return a tensor with the same values that takes a gradient of its own."""
+    assert tensor is not None
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()

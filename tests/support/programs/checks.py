@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -102,9 +103,19 @@ def assert_equal_computed(found: Computed, expected: Computed, limit: float) -> 
 
 def in_float64(side: Side) -> Computed | None:
     """Return what a model computes in float64; None where a copy of it cannot."""
+    return _by_a_copy(side, nn.Module.double)
+
+
+def rounded_otherwise(side: Side) -> list[Computed]:
+    """Return what a model computes from weights of which half are off by a rounding: what others may round apart."""
+    found = (_by_a_copy(side, partial(_round_otherwise, seed=seed)) for seed in range(3))
+    return [one for one in found if one is not None and one.are_numbers]
+
+
+def _by_a_copy(side: Side, change: Callable[[nn.Module], nn.Module]) -> Computed | None:
     model = side.model
     try:
-        side.model = copy.deepcopy(model).double()
+        side.model = change(copy.deepcopy(model))
         return computed(side, 0.0)
     except Exception:  # of whatever a user has put into it
         return None
@@ -112,19 +123,34 @@ def in_float64(side: Side) -> Computed | None:
         side.model = model
 
 
-def is_as_near(found: Computed, other: Computed, exact: Computed, limit: float) -> bool:
-    """Tell whether a model is as near to float64 as another is: within a limit, or four times the other's distance.
+@torch.no_grad()
+def _round_otherwise(model: nn.Module, seed: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        one = torch.rand(weight.shape, generator=generator) < 0.5
+        weight.mul_(1 + one.to(weight.dtype) * torch.finfo(weight.dtype).eps)
+    return model
 
-    A gradient may be a difference of large numbers: then both have lost its digits, each in an order of its own.
+
+def is_as_near(found: Computed, others: Sequence[Computed], exact: Computed, limit: float) -> bool:
+    """Tell whether a model is as near to float64 as others: within a limit, or four times the distance of one of them.
+
+    A gradient may be a difference of large numbers: then all have lost its digits, each in an order of its own, and one
+    of them may be near by luck.
     """
-    if not found.gradients.keys() == other.gradients.keys() == exact.gradients.keys():
+    if any(one.gradients.keys() != exact.gradients.keys() for one in (found, *others)):
         return False
     whole = torch.stack([exact.logits.new_zeros(()), *(g.norm() for g in exact.gradients.values())]).norm()
-    triples = [
-        *((a, b, c, c.norm()) for a, b, c in zip(found[:2], other[:2], exact[:2])),
-        *((found.gradients[name], other.gradients[name], c, whole) for name, c in exact.gradients.items()),
-    ]
-    return all((a - c).norm() <= max(limit * norm, 4 * (b - c).norm()) for a, b, c, norm in triples)
+
+    def near(of: Callable[[Computed], Tensor], norm: Tensor) -> bool:
+        furthest = max((of(other) - of(exact)).norm() for other in others)
+        return bool((of(found) - of(exact)).norm() <= max(limit * norm, 4 * furthest))
+
+    return (
+        near(lambda c: c.logits, exact.logits.norm())
+        and near(lambda c: c.loss, exact.loss.norm())
+        and all(near(lambda c, name=name: c.gradients[name], whole) for name in exact.gradients)
+    )
 
 
 def assert_equal_members(found: Side, expected: Side, values: bool) -> bool:

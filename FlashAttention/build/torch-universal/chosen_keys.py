@@ -17,6 +17,7 @@ from .in_torch import outside, softmax
 from .limits import of_one_dtype, reads_chosen_in_place
 from .options import Band
 from .packing import Packing
+from .second_order import differentiable_once
 
 BYTES = 2**28  # of what is made for some queries at a time
 ABSENT = -1  # an index for which there is no key
@@ -115,10 +116,10 @@ class ChosenAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    @differentiable_once
+    def backward(ctx: Any, saved: tuple[Tensor | None, ...], gradient: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(gradient.device.type, enabled=False):
-            return *_gradients(gradient, *ctx.saved_tensors, *ctx.rest), None, None, None
+            return *_gradients(gradient, *saved, *ctx.rest), None, None, None
 
 
 def _gradients(

@@ -11,6 +11,7 @@ from torch import Tensor
 from . import segment
 from .chunks import CHUNK, from_chunks, to_chunks
 from .scan import States
+from .second_order import differentiable_once
 from .segment import RuleOptions, Tokens
 from .sequences import Bounds, bounds
 from .transforms import is_transformed
@@ -60,9 +61,11 @@ class _DeltaRule(torch.autograd.Function):
         return out, states[-1].last.clone(), everywhere
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        query, key, g, beta, state, numbers, *rest = ctx.saved_tensors
+    @differentiable_once
+    def backward(
+        ctx: Any, saved: tuple[Tensor, ...], grad: Tensor | None, grad_state: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
+        query, key, g, beta, state, numbers, *rest = saved
         states, flat = rest[: ctx.segments], rest[ctx.segments :]
         size = len(flat) // ctx.segments
         if grad is None:

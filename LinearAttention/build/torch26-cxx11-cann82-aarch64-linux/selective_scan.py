@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .autocast import in_float32
+from .second_order import differentiable_once
 from .transforms import is_transformed
 from .walk import CHUNK, before_chunks, behind_chunks, from_steps, in_steps, state_gradients, states
 
@@ -120,9 +121,11 @@ class _SelectiveScan(torch.autograd.Function):
         return out, around[-1][-1].clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_state: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved, count = ctx.saved_tensors, len(Given._fields)  # once: checkpoints refuse a second look
+    @differentiable_once
+    def backward(
+        ctx: Any, saved: tuple[Tensor, ...], grad: Tensor | None, grad_state: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        count = len(Given._fields)
         given, around = Given(*saved[:count]), saved[count:]
         wanted = Given(*ctx.needs_input_grad[:count])
         grad = torch.zeros_like(given.u) if grad is None else grad

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .autocast import in_float32
+from .second_order import differentiable_once
 from .transforms import is_transformed
 from .walk import before_chunks, behind_chunks, from_steps, in_steps, state_gradients, states
 
@@ -75,9 +76,11 @@ class _LinearRecurrence(torch.autograd.Function):
         return found, last
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        decays, added, around = ctx.saved_tensors
+    @differentiable_once
+    def backward(
+        ctx: Any, saved: tuple[Tensor, ...], grad: Tensor | None, grad_last: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        decays, added, around = saved
         own = in_steps(torch.zeros_like(added) if grad is None else grad)
         grad_last = torch.zeros_like(around[-1]) if grad_last is None else grad_last
         a, b, whole = _steps(decays, added)

@@ -1,12 +1,15 @@
-"""Derivatives for operators of torch_npu that compute gradients, and are differentiated by nobody there.
+"""Derivatives of gradients: computed in torch, or refused, and never left out.
 
 A forward that launches its operator bare is differentiated by torch_npu. Asked for a second derivative, torch warns of
 the operator that computed the first one, and goes on without it. What is registered here says what that operator
 computes in operators of torch; it runs only where the first derivative was made to be differentiated again.
+
+torch's ``once_differentiable`` raises in ``backward()`` only: ``torch.autograd.grad`` goes on without such a gradient.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,12 +49,31 @@ def let_differentiate(operator: OpOverload, in_torch: Callable[..., Tensor | tup
     _registered.append(library)
 
 
+def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """Let the backward of a node of autograd raise where what it returns is differentiated again.
+
+    Args:
+        backward: takes the node, what it saved, which may be looked at once, and gradients.
+    """
+
+    @functools.wraps(backward)
+    def refusing(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            found = backward(ctx, saved, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        return _Refused.apply(f"a gradient of {type(ctx).__name__} has no derivative", found, *saved, *grads)
+
+    return refusing
+
+
 class _Refused(torch.autograd.Function):
     """Returns what was computed of inputs, and says why there is no derivative when it is asked for one."""
 
     @staticmethod
-    def forward(ctx: Any, why: str, results: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.why = why
+    def forward(ctx: Any, why: str, results: tuple[Tensor | None, ...], *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.why = f"{why}: the original forward of the module has"
         return results
 
     @staticmethod

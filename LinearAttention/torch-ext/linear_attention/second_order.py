@@ -1,0 +1,1 @@
+../../../common/second_order.py

@@ -125,6 +125,10 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
          ("kernelize_for_training", 48054), ("copy_deeply_and_drop_the_kernels_of_the_first", 17079)],
     ),
     (
+        "GeGLU, norms around one",
+        [("add_an_adapter", 0), ("add_another_adapter", 0), ("kernelize", 0), ("replace_the_calls_of_a_class", 0)],
+    ),
+    (
         "relative positions",  # without a scale of their scores gradients in bfloat16 are 2 to 230% from float64
         [("tie_or_share_data", 14496), ("save_and_load_by_accelerate", 0), ("assign_a_part", 585),
          ("tie_or_share_data", 170), ("cast_to_bfloat16", 0)],

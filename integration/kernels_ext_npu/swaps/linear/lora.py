@@ -24,7 +24,7 @@ from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.loaded_kernels import owner_of, set_forward
 from kernels_ext_npu.catalogue import PROJECTIONS
 from kernels_ext_npu.matching.source_tree import function_tree
-from kernels_ext_npu.patterns.hooks import has_hooks
+from kernels_ext_npu.patterns.hooks import CALL, has_hooks
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import gate_up_layout, refusals
 from kernels_ext_npu.swaps.linear import linear_groups
@@ -249,6 +249,7 @@ def _dropout(module: nn.Module) -> float | nn.Module:
         return module
     if type(module) is nn.Identity:
         return 0.0
-    if type(module) is not nn.Dropout or nn.Dropout.forward is not _DROPOUT or module.inplace or module.p >= 1:
+    is_torchs = type(module) is nn.Dropout and nn.Dropout.forward is _DROPOUT and nn.Dropout.__call__ is CALL
+    if not is_torchs or module.inplace or module.p >= 1:
         return module
     return module.p if module.training else 0.0

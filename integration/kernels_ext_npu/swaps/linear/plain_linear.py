@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules import linear
 
 from kernels_ext_npu.binding.loaded_kernels import owner_of
-from kernels_ext_npu.patterns.hooks import has_hooks
+from kernels_ext_npu.patterns.hooks import CALL, has_hooks
 from kernels_ext_npu.reasons import Reason
 
 _NUMBERS = (nn.Parameter, FakeTensor)
@@ -29,7 +29,7 @@ def why_not_plain(layer: nn.Module, is_sharded: bool = False) -> Reason | None:
     """
     if type(layer) is not nn.Linear:
         return Reason("class", f"it is a {name_of(type(layer))}, which may compute something else")
-    if nn.Linear.forward is not _FORWARD:
+    if nn.Linear.forward is not _FORWARD or nn.Linear.__call__ is not CALL:
         return Reason("replaced", "the forward of all linear layers was replaced")
     if "forward" in vars(layer) and owner_of(layer) is None:
         return Reason("wrapped", "another library has wrapped its forward")

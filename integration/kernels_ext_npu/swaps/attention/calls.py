@@ -109,7 +109,7 @@ def stand_in(
     if is_sdpa:
         attention_mask = attention_mask.original(len(query)) if is_described else attention_mask
     elif attention_mask is not None:
-        attention_mask = _as_added(attention_mask, query, key.shape[2])
+        attention_mask = _as_added(attention_mask, query)
     if kwargs.get("cu_seq_lens_q") is not None and flash_question.gives_lengths(type(module)):
         # sequences lie one behind the other, and the file computes them one by one where it gives no lengths
         lengths = torch.diff(kwargs["cu_seq_lens_q"]).tolist()
@@ -243,14 +243,14 @@ def _fits(mask: Any, query: Tensor, key: Tensor, is_described: bool) -> bool:
     if is_described:
         return mask.fits(query.shape[2], key.shape[2])
     sizes = (*query.shape[:3], key.shape[2])
-    return mask.dim() == 4 and all(a in (1, b) for a, b in zip(mask.shape[:3], sizes)) and mask.shape[3] >= sizes[3]
+    return mask.dim() == 4 and all(a in (1, b) for a, b in zip(mask.shape[:3], sizes)) and mask.shape[3] == sizes[3]
 
 
-def _as_added(mask: Any, query: Tensor, keys: int) -> Tensor:
+def _as_added(mask: Any, query: Tensor) -> Tensor:
     """Return a mask as the formulas of models take it, floating and added to scores, of what is described or bool."""
     seen = mask if isinstance(mask, Tensor) else mask.mask(query.device)
     zero = torch.zeros((), dtype=query.dtype, device=query.device)
-    return seen if seen.is_floating_point() else torch.where(seen[..., :keys], zero, torch.finfo(query.dtype).min)
+    return seen if seen.is_floating_point() else torch.where(seen, zero, torch.finfo(query.dtype).min)
 
 
 def _sequences(positions: Tensor) -> Tensor:

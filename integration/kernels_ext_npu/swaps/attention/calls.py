@@ -96,10 +96,12 @@ def stand_in(
         and serving.refusal(module, query.device.type, query.dtype, kwargs.get("softcap")) is None
         and kwargs.get("position_bias") is None
         and not kwargs.get("output_attentions", getattr(module.config, "output_attentions", False))
-        and (attention_mask is None or _fits(attention_mask, query, key, is_described))
+        and (attention_mask is None or _fits(attention_mask, query, key, is_described, kwargs.get("cache")))
     )
     split_sequences.refuse_part(module, "sdpa" if is_sdpa else "eager", is_served)
     if is_served:
+        if is_sdpa and attention_mask is None:
+            key, value = _up_to_queries(module, query, key, value, kwargs.get("is_causal"))
         return _attend(module, query, key, value, attention_mask, *args, **kwargs), None
     if is_sdpa and split_sequences.exchanges_keys():
         split_sequences.refuse_mask(module, attention_mask)
@@ -238,12 +240,25 @@ def _attend(
     return forward(module, query, key, value, attention_mask, *args, **kwargs)[0]
 
 
-def _fits(mask: Any, query: Tensor, key: Tensor, is_described: bool) -> bool:
+def _up_to_queries(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, is_causal: bool | None
+) -> tuple[Tensor, Tensor]:
+    """Leave out the keys behind a prompt that came without a mask: a static cache, empty until then, has room there.
+
+    transformers 5.22.2, integrations/sdpa_attention.py: the first query stands at the first key.
+    """
+    queries = query.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return (key[:, :, :queries], value[:, :, :queries]) if causal and 1 < queries < key.shape[2] else (key, value)
+
+
+def _fits(mask: Any, query: Tensor, key: Tensor, is_described: bool, paged_cache: Any) -> bool:
     """Tell whether a mask is for these tensors: if not, transformers' own says what is wrong with it."""
     if is_described:
         return mask.fits(query.shape[2], key.shape[2])
-    sizes = (*query.shape[:3], key.shape[2])
-    return mask.dim() == 4 and all(a in (1, b) for a, b in zip(mask.shape[:3], sizes)) and mask.shape[3] == sizes[3]
+    sizes = query.shape[:3]
+    has_keys = paged_cache is not None or mask.shape[-1] == key.shape[2]  # of pages, which are read later
+    return has_keys and mask.dim() == 4 and all(a in (1, b) for a, b in zip(mask.shape[:3], sizes))
 
 
 def _as_added(mask: Any, query: Tensor) -> Tensor:

@@ -114,6 +114,7 @@ def test_masks_of_the_caller(pairs, kind) -> None:
     assert_equal(found, expected)
 
 
-def test_a_mask_of_another_shape_is_refused(pairs) -> None:
+@pytest.mark.parametrize("shape", [(3, TOKENS), (TOKENS, TOKENS + 2)], ids=str)
+def test_a_mask_of_another_shape_is_refused(pairs, shape) -> None:
     with pytest.raises(ValueError, match="attention_mask must be"):
-        logits(pairs["qwen3"][1], {"input_ids": ids(2).npu(), "attention_mask": torch.ones(2, 1, 3, TOKENS).npu()})
+        logits(pairs["qwen3"][1], {"input_ids": ids(2).npu(), "attention_mask": torch.ones(2, 1, *shape).npu()})

@@ -22,8 +22,7 @@ def of_the_caller(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Band | Tens
     """Return what a mask leaves out, and what it adds to the scores.
 
     Args:
-        mask: bool ``[B or 1, N or 1, S_q, S_k]``, True where a query sees a key, or floating and added to the scores;
-            what lies behind ``S_k`` keys is ignored, as transformers' eager attention does.
+        mask: bool ``[B or 1, N or 1, S_q or 1, S_k]``, True where a query sees a key, or floating and added to scores.
         query: ``[B, N, S_q, D]``.
         key: ``[B, N_k, S_k, D]``.
 
@@ -31,14 +30,12 @@ def of_the_caller(mask: Tensor, query: Tensor, key: Tensor) -> tuple[Band | Tens
         ValueError: the mask has another shape.
     """
     shape = (*query.shape[:3], key.shape[2])
-    if mask.dim() != 4 or any(a not in (1, b) for a, b in zip(mask.shape[:3], shape)) or mask.shape[3] < shape[3]:
+    if mask.dim() != 4 or any(a not in (1, b) for a, b in zip(mask.shape[:3], shape)) or mask.shape[3] != shape[3]:
         raise ValueError(
             f"attention_forward: attention_mask must be {list(shape)}, with 1 for what is alike, got {list(mask.shape)}"
         )
     left_out = _left_out(mask)
-    if left_out is not None:
-        return left_out[..., : shape[3]].to(query.device), None
-    return FULL, mask[..., : shape[3]].to(query.device)
+    return (FULL, mask.to(query.device)) if left_out is None else (left_out.to(query.device), None)
 
 
 def described(padding: Tensor, queries: int, keys: int, band: Band) -> MaskDescription:

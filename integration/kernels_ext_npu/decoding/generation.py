@@ -8,38 +8,58 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-from transformers.generation.configuration_utils import CompileConfig, GenerationConfig
+from transformers.generation.configuration_utils import CompileConfig, GenerationConfig, GenerationMode
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.decoding.graphed_forward import GRAPHS, GraphedForward
 
+_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)  # those that ask for a compiled forward
+
 
 def install(patches: Patches) -> None:
     """Let ``compile_config=CompileConfig(backend="NPUGraph")`` mean graphs."""
+    patches.method(GenerationMixin, "_validate_generation_mode", _validate, registration.is_active)
     patches.method(GenerationMixin, "_valid_auto_compile_criteria", _decides, registration.is_active)
     patches.method(PreTrainedModel, "get_compiled_call", _call, registration.is_active)
+
+
+def _validate(
+    original: Callable, model: Any, mode: GenerationMode, generation_config: GenerationConfig, *args: Any
+) -> None:
+    """Refuse graphs for beams and drafts, which call the forward themselves, and would not look for them."""
+    if _asks_for_graphs(generation_config) and mode not in _MODES:
+        raise _refused(f"graphs are for {' and '.join(_MODES)}, and this is {mode.value}")
+    original(model, mode, generation_config, *args)
 
 
 def _decides(
     original: Callable[..., bool], model: Any, model_kwargs: dict[str, Any], generation_config: GenerationConfig
 ) -> bool:
     """Answer whether ``generate`` decodes by `get_compiled_call`; raise if graphs are asked for, and cannot be."""
-    if not _asks_for_graphs(generation_config.compile_config) or generation_config.disable_compile:
+    if not _asks_for_graphs(generation_config):
         return original(model, model_kwargs, generation_config)
     why_not = _refusal(model, model_kwargs.get("past_key_values"))
     if why_not:
-        raise ValueError(f"generate(compile_config=CompileConfig(backend={GRAPHS!r})): {why_not}")
+        raise _refused(why_not)
     return True
 
 
 def _call(original: Callable, model: nn.Module, compile_config: CompileConfig | None) -> Callable:
     """Return the forward in graphs, for one call of ``generate``: the next one has another cache and other graphs."""
-    return GraphedForward(model) if _asks_for_graphs(compile_config) else original(model, compile_config)
+    return GraphedForward(model) if _means_graphs(compile_config) else original(model, compile_config)
 
 
-def _asks_for_graphs(compile_config: CompileConfig | None) -> bool:
+def _asks_for_graphs(generation_config: GenerationConfig) -> bool:
+    return _means_graphs(generation_config.compile_config) and not generation_config.disable_compile
+
+
+def _means_graphs(compile_config: CompileConfig | None) -> bool:
     return compile_config is not None and compile_config.backend == GRAPHS
+
+
+def _refused(why_not: str) -> ValueError:
+    return ValueError(f"generate(compile_config=CompileConfig(backend={GRAPHS!r})): {why_not}")
 
 
 def _refusal(model: Any, cache: Any) -> str | None:

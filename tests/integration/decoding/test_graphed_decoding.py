@@ -108,10 +108,18 @@ def test_what_cannot_be_captured_is_refused(name: str) -> None:
         generate(model, prompts(name, model), compile_config=GRAPHS)
 
 
-def test_a_cache_that_grows_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cache_implementation": None}, "pass cache_implementation='static' too"),
+        ({"num_beams": 2}, "graphs are for greedy_search and sample, and this is beam_search"),
+        ({"prompt_lookup_num_tokens": 2, "cache_implementation": None}, "this is assisted_generation"),
+    ],
+)
+def test_what_no_graph_could_decode_is_refused(options: dict[str, Any], said: str) -> None:
     model = kernelized("qwen3")
-    with pytest.raises(ValueError, match=re.escape("pass cache_implementation='static' too")):
-        generate(model, prompts("qwen3", model), compile_config=GRAPHS, cache_implementation=None)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        generate(model, prompts("qwen3", model), compile_config=GRAPHS, **options)
 
 
 def test_a_step_launches_nothing_but_its_graph() -> None:

@@ -96,10 +96,12 @@ def stand_in(
         and serving.refusal(module, query.device.type, query.dtype, kwargs.get("softcap")) is None
         and kwargs.get("position_bias") is None
         and not kwargs.get("output_attentions", getattr(module.config, "output_attentions", False))
-        and (attention_mask is None or _fits(attention_mask, query, key, is_described))
+        and (attention_mask is None or _fits(attention_mask, query, key, is_described, kwargs.get("cache")))
     )
     split_sequences.refuse_part(module, "sdpa" if is_sdpa else "eager", is_served)
     if is_served:
+        if is_sdpa and attention_mask is None:
+            key, value = _up_to_queries(module, query, key, value, kwargs.get("is_causal"))
         return _attend(module, query, key, value, attention_mask, *args, **kwargs), None
     if is_sdpa and split_sequences.exchanges_keys():
         split_sequences.refuse_mask(module, attention_mask)
@@ -109,7 +111,7 @@ def stand_in(
     if is_sdpa:
         attention_mask = attention_mask.original(len(query)) if is_described else attention_mask
     elif attention_mask is not None:
-        attention_mask = _as_added(attention_mask, query, key.shape[2])
+        attention_mask = _as_added(attention_mask, query)
     if kwargs.get("cu_seq_lens_q") is not None and flash_question.gives_lengths(type(module)):
         # sequences lie one behind the other, and the file computes them one by one where it gives no lengths
         lengths = torch.diff(kwargs["cu_seq_lens_q"]).tolist()
@@ -238,19 +240,32 @@ def _attend(
     return forward(module, query, key, value, attention_mask, *args, **kwargs)[0]
 
 
-def _fits(mask: Any, query: Tensor, key: Tensor, is_described: bool) -> bool:
+def _up_to_queries(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, is_causal: bool | None
+) -> tuple[Tensor, Tensor]:
+    """Leave out the keys behind a prompt that came without a mask: a static cache, empty until then, has room there.
+
+    transformers 5.22.2, integrations/sdpa_attention.py: the first query stands at the first key.
+    """
+    queries = query.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return (key[:, :, :queries], value[:, :, :queries]) if causal and 1 < queries < key.shape[2] else (key, value)
+
+
+def _fits(mask: Any, query: Tensor, key: Tensor, is_described: bool, paged_cache: Any) -> bool:
     """Tell whether a mask is for these tensors: if not, transformers' own says what is wrong with it."""
     if is_described:
         return mask.fits(query.shape[2], key.shape[2])
-    sizes = (*query.shape[:3], key.shape[2])
-    return mask.dim() == 4 and all(a in (1, b) for a, b in zip(mask.shape[:3], sizes)) and mask.shape[3] >= sizes[3]
+    sizes = query.shape[:3]
+    has_keys = paged_cache is not None or mask.shape[-1] == key.shape[2]  # of pages, which are read later
+    return has_keys and mask.dim() == 4 and all(a in (1, b) for a, b in zip(mask.shape[:3], sizes))
 
 
-def _as_added(mask: Any, query: Tensor, keys: int) -> Tensor:
+def _as_added(mask: Any, query: Tensor) -> Tensor:
     """Return a mask as the formulas of models take it, floating and added to scores, of what is described or bool."""
     seen = mask if isinstance(mask, Tensor) else mask.mask(query.device)
     zero = torch.zeros((), dtype=query.dtype, device=query.device)
-    return seen if seen.is_floating_point() else torch.where(seen[..., :keys], zero, torch.finfo(query.dtype).min)
+    return seen if seen.is_floating_point() else torch.where(seen, zero, torch.finfo(query.dtype).min)
 
 
 def _sequences(positions: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernels_ext_npu
@@ -100,6 +101,19 @@ def test_a_model_that_was_made_before_register_takes_it() -> None:
     assert reasons(model) == set()
     kernels_ext_npu.unregister()
     assert AttentionInterface._global_mapping["sdpa"] is before
+
+
+@pytest.mark.parametrize("is_causal", [None, True, False])
+@pytest.mark.parametrize("queries", [1, 3, 5])
+def test_without_a_mask_queries_stand_where_sdpa_has_them(registered, queries, is_causal) -> None:
+    """At the first keys, which a prompt in an empty static cache has, and one query at the last."""
+    module, generator = build().model.layers[0].self_attn, torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, queries, 16, generator=generator)
+    key, value = torch.randn(2, 2, 2, 5, 16, generator=generator)
+    expected, _ = sdpa_attention_forward(module, query, key, value, None, is_causal=is_causal)
+    given = query.npu(), key.npu(), value.npu()
+    found, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, *given, None, is_causal=is_causal)
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_towers_give_lengths_and_take_one_launch_a_layer(registered, tmp_path) -> None:

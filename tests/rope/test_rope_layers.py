@@ -103,6 +103,13 @@ def test_on_the_cpu_the_result_is_the_originals_to_the_bit(kernel: ModuleType, s
                     assert torch.equal(a, b)
 
 
+def test_tables_for_heads_in_another_place_are_refused(kernel: ModuleType) -> None:
+    """``cos[:, None, :]`` is one for all heads of ``[S, N, D]`` where cos is ``[S, R]``, of ``[B, N, S, D]`` else."""
+    x, table = torch.ones(2, 4, 4, 16), torch.ones(2, 4, 8)
+    with pytest.raises(ValueError, match=r"cos \[2, 4, 8\] must have two dimensions"):
+        kernel.layers.VisionRotaryPosEmbPartial()(x, x, table, table)
+
+
 def test_arguments_may_be_missing_where_transformers_lets_them(kernel: ModuleType) -> None:
     for reference in PATTERNS:
         if reference.original.__name__ in ("qwen4_exp", "mistral_large4"):

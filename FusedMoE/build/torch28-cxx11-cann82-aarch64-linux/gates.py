@@ -202,11 +202,15 @@ def forget(experts: nn.Module) -> None:
 def _read_by_gate(experts: nn.Module) -> tuple[object, ...]:
     """Return what decides on a gate: the numbers that it may have, its activation, and the function itself.
 
-    Integers and flags are left out: those who shard modules set them, and no gate that one launch computes has any.
+    Of integers and flags, which those who shard modules set too, these are the ones that the function names.
     """
-    floats = sorted((name, value) for name, value in vars(experts).items() if isinstance(value, float))
     gate = getattr(experts._apply_gate, "__func__", experts._apply_gate)
-    return tuple(floats), repr(getattr(experts, "act_fn", None)), repr(gate)
+    named = getattr(getattr(gate, "__code__", None), "co_names", ())
+    members = sorted(vars(experts).items())
+    plain = [
+        (n, v) for n, v in members if isinstance(v, float) or (n in named and type(v) in (bool, int, str, type(None)))
+    ]
+    return tuple(plain), repr(getattr(experts, "act_fn", None)), repr(gate)
 
 
 def _recognise(experts: nn.Module) -> Gate | None:

@@ -13,6 +13,8 @@ from .derivatives import gradients
 from .distributed import is_distributed
 from .transforms import is_transformed
 
+_NEGLIGIBLE = 1e-5  # an eps whose part in sums of one is that of the roundings of float32, some of each round
+
 
 def hyper_connection(
     streams: Tensor, weight: Tensor, base: Tensor, scale: Tensor, norm_eps: float, eps: float, rounds: int
@@ -106,10 +108,16 @@ def _rounds(logits: Tensor, eps: float, rounds: int) -> Tensor:
     """Compute the rounds, each in logarithms: log_softmax divides by a sum in one launch.
 
     The first, whose sums may be of the size of eps, adds it as transformers does, and so does the last. In between
-    sums are near one: eps would change all weights by one factor, which the next sum takes out again.
+    sums are near one: an eps as small as theirs would change all weights by one factor, which the next sum takes out
+    again. A larger one is added each time.
     """
     weights = logits.softmax(1) + eps
     weights = weights / (weights.sum(0, keepdim=True) + eps)
+    if rounds > 1 and eps > _NEGLIGIBLE:
+        for _ in range(rounds - 1):
+            weights = weights / (weights.sum(1, keepdim=True) + eps)
+            weights = weights / (weights.sum(0, keepdim=True) + eps)
+        return weights
     if rounds == 1:
         return weights
     weights = weights.log()

@@ -157,6 +157,8 @@ class VisionRotaryPosEmbPartial(Layer):
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
         check(cos, sin, partial=True, q=q, k=k)
+        if cos.dim() != 2:  # of which the functions make another layout of heads
+            raise ValueError(f"cos {list(cos.shape)} must have two dimensions")
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         return rotate_part(q, cos, sin), rotate_part(k, cos, sin)
 

@@ -34,6 +34,7 @@ from kernels_ext_npu.binding import step_aside
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, kernel_name, layer_name, owner_of, package
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.distribution import kernels_internals
+from kernels_ext_npu.matching.lookup import find_pattern
 
 _EMPTY = CellType()
 _NO_HOLDERS = (nn.Module, type, FunctionType, MethodType, functools.partial)  # whose attributes are not what they call
@@ -169,7 +170,9 @@ def install(serves: Callable[[nn.Module, str], bool]) -> None:
         elif name is None:
             put(module, forward)
         elif serves(module, name):
-            put(module, step_aside.stepping(forward, _below_wrappers(module)))  # type: ignore[arg-type]
+            pattern = find_pattern(type(module))
+            holds = None if pattern is None else pattern.holds
+            put(module, step_aside.stepping(forward, _below_wrappers(module), holds))  # type: ignore[arg-type]
 
     @functools.wraps(unpickle)
     def __setstate__(self: nn.Module, state: Any) -> None:  # noqa: N807

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.matching.decorated import original_function, package_function
-from kernels_ext_npu.matching.fingerprint import computes_as, words
+from kernels_ext_npu.matching.fingerprint import compared_methods, computes_as, words
 from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.patterns.pattern import Pattern
 
@@ -40,7 +40,8 @@ def why_not_served(module: nn.Module, pattern: Pattern) -> str | None:
                 return part.reason.format(cls.__name__)
         if not part.is_called and has_hooks(member):
             return f"hooks watch its {part.name}, which the kernel does not call"
-    return pattern.limits(module)
+    given = [name for name in vars(module) if name in compared_methods(type(module))]
+    return f"it was given a {given[0]} of its own" if given else pattern.limits(module)
 
 
 def _is_beside(function: FunctionType, pattern: Pattern) -> bool:

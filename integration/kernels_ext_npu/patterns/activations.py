@@ -60,13 +60,14 @@ class QuickGELUActivation(nn.Module):
         return input * torch.sigmoid(1.702 * input)
 
 
-_ROOT = where(
-    lambda module: module.precomputed_constant == math.sqrt(2 / math.pi),
-    "its factor is {0.precomputed_constant!r}, that of the kernel is the root of 2 / pi",
-)
+def _has_root(module: AccurateGELUActivation) -> bool:
+    return module.precomputed_constant == math.sqrt(2 / math.pi)
+
+
+_ROOT = where(_has_root, "its factor is {0.precomputed_constant!r}, that of the kernel is the root of 2 / pi")
 PATTERNS = (
     Pattern(NewGELUActivation, ("NewGELU",)),
-    Pattern(AccurateGELUActivation, ("NewGELU",), _ROOT),
+    Pattern(AccurateGELUActivation, ("NewGELU",), _ROOT, holds=_has_root),
     Pattern(FastGELUActivation, ("FastGELU",)),
     Pattern(BloomGelu, ("FastGELU",)),
     Pattern(QuickGELUActivation, ("QuickGELU",)),

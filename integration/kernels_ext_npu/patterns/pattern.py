@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, Kind
+from kernels_ext_npu.patterns.static_getattr import static_getattr
 
 Limits = Callable[[Any], "str | None"]  # says why no layer serves an instance; None if one does
 
@@ -22,6 +23,31 @@ def where(holds: Callable[[Any], bool], reason: str, then: Limits = lambda _: No
         then: what else limits.
     """
     return lambda module: then(module) if holds(module) else reason.format(module)
+
+
+def unread(then: Limits = lambda _: None, **members: object) -> Limits:
+    """Return the limits of a forward that does not read members which its layer reads where there are any.
+
+    Args:
+        then: what else limits.
+        members: what each may be, which is what the forward computes.
+    """
+
+    def refuse(module: Any) -> str | None:
+        for name, value in members.items():
+            found = static_getattr(module, name)
+            if found is not None and not (isinstance(found, (int, float)) and found == value):
+                return misread(name, None)
+        return then(module)
+
+    return refuse
+
+
+def misread(taken: str | None, named: str | None) -> str:
+    """Say that the layer would take another member than the forward names, or finds none: None for no member."""
+    if taken is None:
+        return f"its {named} is no member of the module itself, where the kernel looks for it"
+    return f"it has a member {taken} that its forward does not read, and the kernel would"
 
 
 @dataclass(frozen=True)
@@ -44,6 +70,8 @@ class Pattern:
     limits: Limits = lambda _: None  # what the syntax tree does not show
     choose: Callable[[nn.Module], str] | None = None  # which of several layers serves an instance within the limits
     parts: tuple[Part, ...] = ()  # the members whose classes count too
+    # whether an instance is to be computed by the layer in this call: what `limits` looks at may have been changed
+    holds: Callable[[Any], bool] | None = None
     # whether the layer looks in every forward at what `limits` looks at, and computes what is right
     rechecks_every_call: bool = False
     # names of functions, one of which has to be in its file and computed by transformers itself, not by a package

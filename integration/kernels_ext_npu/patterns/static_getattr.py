@@ -18,7 +18,7 @@ def static_getattr(module: nn.Module, name: str) -> Any:
     of_class = inspect.getattr_static(type(module), name, None)
     if inspect.isdatadescriptor(of_class):
         return COMPUTED
-    for place in (module._parameters, module._buffers, vars(module)):
+    for place in (module._parameters, module._buffers, module._modules, vars(module)):
         if name in place:
             return place[name]
     return of_class

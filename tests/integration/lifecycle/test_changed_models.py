@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import kernels_ext_npu
 from tests.support import zoo
@@ -69,6 +70,23 @@ def test_a_change_counts_at_once_and_is_seen_at_the_next_look(registered, case: 
     for found in (at_once, outputs(model, name)):
         assert_near(found, expected)
     assert not [reason for reason in reasons(model, kind) if reason and "changed since" in reason]
+
+
+class HalvedInTraining(Qwen3MoeExperts):
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up * (0.5 if self.training else 1.0)
+
+
+def test_a_flag_that_a_gate_of_experts_reads_counts_at_once(registered) -> None:
+    original = zoo.build("qwen3_moe")
+    for module in modules(original, "Experts"):
+        module.__class__ = HalvedInTraining
+    model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+    for training in (False, True):
+        for each in (original, model):
+            nn.Module.train(each, training)
+        assert_near(outputs(model, "qwen3_moe"), outputs(original, "qwen3_moe"))
 
 
 def test_a_kernel_that_is_left_out_now_is_taken_out(registered) -> None:

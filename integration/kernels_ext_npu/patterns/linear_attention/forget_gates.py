@@ -1,5 +1,7 @@
 """The forget gates of Kimi delta attention: logarithms of decays, one for each channel of a key."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -39,11 +41,13 @@ Glm5NextTextForgetGate = variant(
     },
 )
 
+
+def _is_unbounded(module: Any) -> bool:
+    return module.safe_gate_lower_bound is None
+
+
+_UNBOUNDED = where(_is_unbounded, "it bounds its gates by {0.safe_gate_lower_bound}")
 PATTERNS = (
     Pattern(KimiLinearForgetGate, ("ForgetGate",)),
-    Pattern(
-        Glm5NextTextForgetGate,
-        ("ForgetGate",),
-        where(lambda module: module.safe_gate_lower_bound is None, "it bounds its gates by {0.safe_gate_lower_bound}"),
-    ),
+    Pattern(Glm5NextTextForgetGate, ("ForgetGate",), _UNBOUNDED, holds=_is_unbounded),
 )

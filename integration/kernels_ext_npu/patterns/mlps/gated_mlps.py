@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.activations import ACT2FN
 
 from kernels_ext_npu.patterns.hooks import has_hooks
-from kernels_ext_npu.patterns.pattern import Pattern, alike, where
+from kernels_ext_npu.patterns.pattern import Pattern, alike, misread, where
 from kernels_ext_npu.patterns.variant import variant
 
 ACTIVATED_BY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -19,6 +19,10 @@ ACTIVATED_BY: dict[str, Callable[[Tensor], Tensor]] = {
     "GeGLUMLP": partial(F.gelu, approximate="tanh"),
     "ExactGeGLUMLP": F.gelu,
 }
+# in the order in which the kernel looks for them: those of gate, up and down; of both and down; and the activation
+_THREE_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("wi_0", "wi_1", "wo"))
+_TWO_PROJECTIONS = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"), ("Wi", "Wo"), ("fc1", "fc2"))
+_ACTIVATIONS = ("act_fn", "activation_fn", "activation", "act")
 GATED = tuple(ACTIVATED_BY)
 FUSED = tuple(f"Fused{layer}" for layer in GATED)
 
@@ -117,8 +121,13 @@ def activation_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
     Lfm2 has none: its forward says silu.
     """
-    names = [name for name in ("act_fn", "activation_fn", "activation", "act") if hasattr(module, name)]
-    return getattr(module, names[0]) if names else F.silu
+    name = _named_activation(module)
+    return F.silu if name is None else getattr(module, name)
+
+
+def _named_activation(module: nn.Module) -> str | None:
+    """Return the activation that the forward of an instance names; None if it names none."""
+    return next((name for name in _ACTIVATIONS if name in type(module).forward.__code__.co_names), None)
 
 
 def activated_layer(module: nn.Module) -> str | None:
@@ -148,6 +157,10 @@ def gated_layer(module: nn.Module) -> str:
 
 
 def refuse_activation(module: nn.Module) -> str | None:
+    named, places = _named_activation(module), (module._modules, vars(module))
+    taken = next((name for members in places for name in _ACTIVATIONS if name in members), None)
+    if taken != named:
+        return misread(taken, named)
     activation = activation_of(module)
     if has_hooks(activation):
         return "hooks watch its activation, which the kernel does not call"
@@ -158,22 +171,41 @@ def refuse_activation(module: nn.Module) -> str | None:
 
 
 def refuse_gated(module: nn.Module) -> str | None:
-    pairs = (("w1", "w3"), ("wi_0", "wi_1"), ("gate_proj", "up_proj"))
-    names = next(names for names in pairs if hasattr(module, names[0]))
-    sizes = [getattr(getattr(module, name), "out_features", None) for name in names]
+    if (reason := _refuse_projections(module, _THREE_PROJECTIONS)) is not None:
+        return reason
+    names = next(names for names in _THREE_PROJECTIONS if names[0] in module._modules)
+    sizes = [getattr(module._modules[name], "out_features", None) for name in names]
     if sizes[0] != sizes[1]:
         return f"{names[0]} gives {sizes[0]} values and {names[1]} {sizes[1]}"
     return refuse_activation(module)
 
 
+def refuse_fused(module: nn.Module) -> str | None:
+    return _refuse_projections(module, _TWO_PROJECTIONS) or refuse_activation(module)
+
+
+def _refuse_projections(module: nn.Module, groups: tuple[tuple[str, ...], ...]) -> str | None:
+    """Return why the kernel would not take the projections that a forward names; None if it does."""
+    read = type(module).forward.__code__.co_names
+    named = next(group for group in groups if group[0] in read)
+    taken = next((group for group in groups if group[0] in module._modules), (None,))
+    if taken != named:
+        return misread(taken[0], named[0])
+    return next((misread(None, name) for name in named if name not in module._modules), None)
+
+
+def _is_dense(module: Any) -> bool:
+    return module.activation_sparsity <= 0
+
+
 _DENSE = where(
-    lambda module: module.activation_sparsity <= 0,
+    _is_dense,
     "it keeps the largest gates only (activation_sparsity is {0.activation_sparsity})",
     refuse_gated,
 )
 PATTERNS = (
     *alike(GATED, LlamaMLP, RecurrentGemmaMlp, limits=refuse_gated, choose=gated_layer),
-    Pattern(Gemma3nTextMLP, GATED, _DENSE, gated_layer),
+    Pattern(Gemma3nTextMLP, GATED, _DENSE, gated_layer, holds=_is_dense),
     *alike(GATED, BeamMLP, Llama4TextMLP, Lfm2MLP, MixtralBlockSparseTop2MLP, limits=refuse_gated, choose=gated_layer),
-    *alike(FUSED, Phi3MLP, GraniteMoeSharedMLP, limits=refuse_activation, choose=lambda m: f"Fused{gated_layer(m)}"),
+    *alike(FUSED, Phi3MLP, GraniteMoeSharedMLP, limits=refuse_fused, choose=lambda m: f"Fused{gated_layer(m)}"),
 )

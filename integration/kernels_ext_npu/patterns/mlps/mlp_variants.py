@@ -10,10 +10,10 @@ from kernels_ext_npu.patterns.mlps.gated_mlps import (
     MLP,
     activated_layer,
     gated_layer,
-    refuse_activation,
+    refuse_fused,
     refuse_gated,
 )
-from kernels_ext_npu.patterns.pattern import Pattern, alike, where
+from kernels_ext_npu.patterns.pattern import Pattern, alike, misread, where
 from kernels_ext_npu.patterns.variant import variant
 
 
@@ -139,7 +139,13 @@ def _refuse_all_but_silu(module: nn.Module) -> str | None:
 
 
 def _refuse_limit(module: nn.Module) -> str | None:
-    limit = getattr(module, "limit", getattr(module, "swiglu_limit", None))
+    names, members = ("limit", "swiglu_limit"), vars(module)  # in the order in which the kernel looks for them
+    named, taken = (
+        next((n for n in names if n in place), None) for place in (type(module).forward.__code__.co_names, members)
+    )
+    if taken is None or taken != named:
+        return misread(taken, named)
+    limit = members[taken]
     if not isinstance(limit, (float, int)) or limit <= 0:
         return f"its limit is {limit!r}, not a positive number"
     return _refuse_all_but_silu(module)
@@ -152,20 +158,24 @@ def _refuse_multipliers(module: Any) -> str | None:
     return _refuse_all_but_silu(module)
 
 
+def _is_unclamped(module: Any) -> bool:
+    return module.limit == float("inf")
+
+
 _UNCLAMPED = where(
-    lambda module: module.limit == float("inf"),
+    _is_unclamped,
     "it clamps what its activation gives (limit is {0.limit}), which no operator does",
     refuse_gated,
 )
 PATTERNS = (
     *alike(("DropoutMLP",), T5GemmaMLP, LongT5DenseGatedActDense, T5DenseGatedActDense, limits=refuse_gated),
-    Pattern(ModernBertMLP, ("FusedDropoutMLP",), refuse_activation),
+    Pattern(ModernBertMLP, ("FusedDropoutMLP",), refuse_fused),
     Pattern(SeedOssMLP, ("DroppedMLP",), refuse_gated),
     Pattern(InklingMLP, ("GloballyScaledMLP",), refuse_gated),
     Pattern(BitNetMLP, ("NormedMLP",), refuse_gated),
     *alike(("ClampedSwiGLUMLP",), DeepseekV4MLP, Glm5NextMLP, limits=_refuse_limit),
-    Pattern(Step3p7MLP, GATED, _UNCLAMPED, gated_layer),
+    Pattern(Step3p7MLP, GATED, _UNCLAMPED, gated_layer, holds=_is_unclamped),
     Pattern(FalconH1MLP, ("ScaledSwiGLUMLP",), _refuse_multipliers),
-    Pattern(MoshiGatingMLP, ("FusedMLPByLayer",), refuse_activation),
-    Pattern(Zamba2MLP, ("FusedAdaptedMLP",), refuse_activation),
+    Pattern(MoshiGatingMLP, ("FusedMLPByLayer",), refuse_fused),
+    Pattern(Zamba2MLP, ("FusedAdaptedMLP",), refuse_fused),
 )

@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels_ext_npu.patterns.moe.softmax_routers import Router
-from kernels_ext_npu.patterns.pattern import Pattern, where
+from kernels_ext_npu.patterns.pattern import Pattern, unread, where
 from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
 from kernels_ext_npu.patterns.variant import variant
 
@@ -105,7 +105,7 @@ _WIDE = where(
 )
 PATTERNS = (
     Pattern(DeepseekV3TopkRouter, ("SigmoidTopKRouter",)),
-    Pattern(BeamTopKRouter, ("SigmoidTopKRouter",)),
+    Pattern(BeamTopKRouter, ("SigmoidTopKRouter",), unread(routed_scaling_factor=1.0)),
     Pattern(MistralLarge4TextTopkRouter, ("GroupedSoftmaxTopKRouterNormalised",)),
     Pattern(DeepseekV2TopkRouter, ("GroupedSoftmaxTopKRouter",), _GREEDY, rechecks_every_call=True),
     Pattern(Mistral4TopkRouter, ("GroupedSoftmaxTopKRouterNarrow",), _WIDE, rechecks_every_call=True),

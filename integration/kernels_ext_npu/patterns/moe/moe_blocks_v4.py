@@ -1,5 +1,6 @@
 """The mixtures of experts of transformers 4: each expert is a module of its own, and the gate is linear or a module."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP, MixtralBlockSparseTop2MLP
-from kernels_ext_npu.patterns.pattern import Part, alike
+from kernels_ext_npu.patterns.pattern import Part, alike, unread
 from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
 from kernels_ext_npu.patterns.variant import variant
 
@@ -186,9 +187,12 @@ _EXPERTS = Part(
     is_called=True,  # where it has hooks
 )
 
-_SPARSE = Qwen3MoeSparseMoeBlock, Qwen2MoeSparseMoeBlock, OlmoeSparseMoeBlock, MixtralSparseMoeBlock
+_SPARSE = partial(alike, ("SparseMoEBlock",), parts=(_EXPERTS,), rechecks_every_call=True)
+_QUIET = unread(_refuse, jitter_noise=0.0)  # in training
 PATTERNS = (
-    *alike(("SparseMoEBlock",), *_SPARSE, limits=_refuse, parts=(_EXPERTS,), rechecks_every_call=True),
+    *_SPARSE(Qwen3MoeSparseMoeBlock, OlmoeSparseMoeBlock, limits=unread(_QUIET, shared_expert=None)),
+    *_SPARSE(Qwen2MoeSparseMoeBlock, limits=_QUIET),
+    *_SPARSE(MixtralSparseMoeBlock, limits=unread(_refuse, norm_topk_prob=True, shared_expert=None)),
     *alike(
         ("GatedMoEBlock",), DeepseekV3MoE, DeepseekV2MoE, limits=_refuse, parts=(_EXPERTS,), rechecks_every_call=True
     ),

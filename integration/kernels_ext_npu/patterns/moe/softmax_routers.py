@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
-from kernels_ext_npu.patterns.pattern import Part, Pattern, where
+from kernels_ext_npu.patterns.pattern import Part, Pattern, unread, where
 from kernels_ext_npu.patterns.variant import variant
 
 
@@ -168,10 +168,12 @@ _BY_SOFTMAX = where(
 _LINEAR = where(lambda router: type(router).__bases__ == (nn.Linear,), "its product is not that of a linear layer")
 _STATICS = Part("moe_statics", (Ernie4_5_MoeStatics,), "its moe_statics is a {}")
 
+_NORMALISED = unread(norm_topk_prob=True)
+
 PATTERNS = (
     Pattern(Qwen3MoeTopKRouter, ("SoftmaxTopKRouter",)),
-    Pattern(Qwen3_5MoeTopKRouter, ("SoftmaxTopKRouter",)),
-    Pattern(MixtralTopKRouter, ("SoftmaxTopKRouterFloat32",)),
+    Pattern(Qwen3_5MoeTopKRouter, ("SoftmaxTopKRouter",), _NORMALISED),
+    Pattern(MixtralTopKRouter, ("SoftmaxTopKRouterFloat32",), _NORMALISED),
     Pattern(JambaTopKRouter, ("SoftmaxTopKRouterUnnormalised",)),
     Pattern(HunYuanMoEV1Gate, ("SoftmaxTopKRouterLinear",)),
     Pattern(GraniteMoeTopKRouter, ("TopKSoftmaxRouter",)),

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from kernels_ext_npu.patterns.norms.rms_norms import Norm, refuse_dimensions, refuse_eps
-from kernels_ext_npu.patterns.pattern import Pattern, where
+from kernels_ext_npu.patterns.pattern import Pattern, unread, where
 from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
 
 
@@ -94,6 +94,6 @@ _AFFINE = where(
 PATTERNS = (
     Pattern(CohereLayerNorm, ("LayerNormFloat32",), _refuse_weight),
     Pattern(DebertaLayerNorm, ("LayerNorm",), _AFFINE),
-    Pattern(OlmoLayerNorm, ("LayerNormFloat32",), refuse_dimensions),
+    Pattern(OlmoLayerNorm, ("LayerNormFloat32",), unread(refuse_dimensions, weight=None, variance_epsilon=1e-5)),
     Pattern(BertSelfOutput, ("AddLayerNorm",), _refuse_norm),
 )

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from kernels_ext_npu.patterns.hooks import all_have_hooks
-from kernels_ext_npu.patterns.pattern import Pattern, alike, where
+from kernels_ext_npu.patterns.pattern import Pattern, alike, unread, where
 from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
 from kernels_ext_npu.patterns.variant import variant
 
@@ -195,8 +195,13 @@ Zamba2RMSNormGated = variant("Zamba2RMSNormGated", MambaRMSNormGated, _IN_GROUPS
 
 
 def refuse_eps(module: Any) -> str | None:
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    return None if isinstance(eps, (float, int)) else f"its eps is {eps!r}, not a number"
+    found = [getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)]
+    for eps in found or [None]:
+        if not isinstance(eps, (float, int)):
+            return f"its eps is {eps!r}, not a number"
+        if eps != found[0]:
+            return f"its variance_epsilon is {found[0]} and its eps {eps}: the kernel reads the first"
+    return None
 
 
 def refuse_weighted(module: nn.Module) -> str | None:
@@ -213,16 +218,28 @@ def _refuse_optional_weight(module: nn.Module) -> str | None:
 
 
 def refuse_dimensions(module: nn.Module) -> str | None:
-    dimensions = len(vars(module)["normalized_shape"])
+    dimensions = len(module.normalized_shape)
     return None if dimensions == 1 else f"it norms over {dimensions} dimensions, the kernel over one"
 
 
+def _is_scaled(module: Any) -> bool:
+    return module.with_scale == (static_getattr(module, "weight") is not None)
+
+
+def _is_whole(module: Any) -> bool:
+    return module.group_size is None
+
+
+def _is_unbiased(module: Any) -> bool:
+    return module.bias is None
+
+
 _SCALED = where(
-    lambda module: module.with_scale == (static_getattr(module, "weight") is not None),
+    _is_scaled,
     "with_scale is {0.with_scale}, which its weight contradicts",
     _refuse_optional_weight,
 )
-_WHOLE = where(lambda module: module.group_size is None, "it norms groups of the last dimension", refuse_weighted)
+_WHOLE = where(_is_whole, "it norms groups of the last dimension", refuse_weighted)
 _REDUCED_IN_FLOAT32 = where(
     lambda module: module.force_float32_reductions,
     "it squares in the dtype of its input, the kernel in float32",
@@ -239,14 +256,15 @@ _ACTIVATED = where(
 PATTERNS = (
     *alike(("RMSNorm",), LlamaRMSNorm, Llama4TextRMSNorm, CpmAntLayerNorm, TimestepRMSNorm, limits=refuse_weighted),
     *alike(("RMSNormCastLast",), Olmo2RMSNorm, HeliumRMSNorm, MoshiRMSNorm, limits=refuse_weighted),
-    Pattern(Gemma4RMSNorm, ("RMSNormCastLast",), _SCALED),
+    Pattern(Gemma4RMSNorm, ("RMSNormCastLast",), _SCALED, holds=_is_scaled),
     Pattern(TorchRMSNorm, ("RMSNormCastLast",), lambda m: refuse_dimensions(m) or _refuse_optional_weight(m)),
-    Pattern(XLSTMRMSNorm, ("RMSNorm",), where(lambda m: m.bias is None, "it adds a bias", _REDUCED_IN_FLOAT32)),
+    Pattern(XLSTMRMSNorm, ("RMSNorm",), where(_is_unbiased, "it adds a bias", _REDUCED_IN_FLOAT32), holds=_is_unbiased),
     *alike(("RMSNormZeroCentered",), GemmaRMSNorm, MuseSparkRMSNorm, limits=refuse_weighted),
-    Pattern(Qwen4ExpTextRMSNorm, ("RMSNormZeroCentered",), _WHOLE),
+    Pattern(Qwen4ExpTextRMSNorm, ("RMSNormZeroCentered",), _WHOLE, holds=_is_whole),
     *alike(("RMSNormWeightless",), NanoChatRMSNorm, DeepseekV4UnweightedRMSNorm, limits=refuse_eps),
     Pattern(T5LayerNorm, ("T5LayerNorm",), refuse_weighted),
     Pattern(Qwen3NextRMSNormGated, ("RMSNormGated",), _ACTIVATED),
     Pattern(KimiLinearRMSNormGated, ("RMSNormGatedCastLast",), _ACTIVATED),
-    *alike(("MambaRMSNormGated",), MambaRMSNormGated, Zamba2RMSNormGated, limits=refuse_weighted),
+    Pattern(MambaRMSNormGated, ("MambaRMSNormGated",), unread(refuse_weighted, group_size=None)),
+    Pattern(Zamba2RMSNormGated, ("MambaRMSNormGated",), refuse_weighted),
 )

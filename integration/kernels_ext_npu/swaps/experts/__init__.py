@@ -38,7 +38,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     """
     for module, layer, package in swapping.placed:
         if (name := _BYPASSED.get(layer)) is not None:
-            bypassed: Any = module._modules[name]
+            bypassed: Any = getattr(module, name)
             first = bypassed[0] if isinstance(bypassed, nn.ModuleList) else bypassed
             package.blocks.remember_forward(bypassed, kernel_forward(first))
     for module, kernel in serving.served(swapping.modules):

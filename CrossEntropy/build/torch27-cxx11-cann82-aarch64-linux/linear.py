@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import in_torch, pieces
-from .derivatives import gradients
+from .derivatives import are_batched, gradients
 from .head import logits_and_statistics
 from .objective import Gradient, Objective, statistics_dtype
 from .shard import Shard
@@ -73,9 +73,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         objective, shard, number, words = ctx.options
         needs = ctx.needs_input_grad[:3]
         nothing = None, None, None, None, None
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or are_batched(grad):
             if shard is not None:
-                raise RuntimeError("linear_cross_entropy: no second derivative with a weight that is a shard")
+                raise RuntimeError(
+                    "linear_cross_entropy: no second derivative, nor several gradients at once, with a shard"
+                )
             found = gradients(
                 lambda h, w, b: in_torch.linear_loss(h, w, b, labels, objective),
                 (hidden_states, weight, bias),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .cann import CANN
-from .derivatives import gradients
+from .derivatives import are_batched, gradients
 from .distributed import is_distributed
 from .transforms import is_transformed
 
@@ -233,7 +233,7 @@ class _GatingTopK(torch.autograd.Function):
             return None, None, None
         logits, experts, weights, scores = ctx.saved_tensors
         gating: _Gating = ctx.gating
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if (torch.is_grad_enabled() and not torch.compiler.is_compiling()) or are_batched(grad):
             function = partial(_weights, experts=experts, gating=gating)
             return gradients(function, (logits,), (True,), grad)[0], None, None
         grad = grad if gating.scale == 1.0 else grad * gating.scale

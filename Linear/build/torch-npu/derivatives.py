@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 
 
 def gradients(
@@ -33,6 +34,16 @@ def gradients(
         y = function(*apart).to(grad.dtype)
     found = iter(torch.autograd.grad(y, wanted, grad, create_graph=is_derived, materialize_grads=True))
     return [next(found) if needed else None for needed in needs]
+
+
+def are_batched(*grads: Tensor | None) -> bool:
+    """Tell whether a backward gets several gradients at once, as ``torch.autograd.grad(is_grads_batched=True)`` asks.
+
+    Operators of torch have rules for that; what writes into lists or ``out=``, as operators of torch_npu do, has none.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return any(grad is not None and _functorch.is_legacy_batchedtensor(grad) for grad in grads)
 
 
 def _alias(tensor: Tensor | None) -> Tensor:

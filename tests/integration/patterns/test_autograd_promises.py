@@ -121,6 +121,19 @@ def for_each_sample(function: Callable[..., Tensor], *inputs: Tensor) -> list[Te
     return found
 
 
+def of_two_at_once(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Go backward once for two gradients of the result."""
+    trained = [x.detach().requires_grad_() for x in inputs]
+    y = function(*trained)
+    both = torch.stack((y.detach().cos(), y.detach().sin()))
+    return torch.autograd.grad(y, trained, both, is_grads_batched=True)
+
+
+@each_case
+def test_a_backward_of_several_gradients_is_that_of_each(case: Case) -> None:
+    on_both(case, of_two_at_once)
+
+
 @each_function
 def test_vmap_gives_every_sample_its_own(case: Case) -> None:
     on_both(case, for_each_sample)
@@ -256,6 +269,21 @@ def test_a_whole_model_has_a_gradient_for_every_sample(registered, name: str) ->
         of_next(original(input_ids=sample[None], use_cache=False).logits, sample[None]).backward()
         expected = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in original.named_parameters()}
         assert_gradients_near({n: gradient[number] for n, gradient in found.items()}, expected)
+
+
+@pytest.mark.parametrize("name", [*MODELS, "glm4_moe"])
+def test_a_whole_model_goes_backward_once_for_several_results(registered, name: str) -> None:
+    """Of which one is its loss, computed without logits."""
+
+    def found(model: nn.Module) -> dict[str, Tensor]:
+        ids, parameters = tokens().to(model.device), dict(model.named_parameters())
+        result = model(input_ids=ids, labels=ids, use_cache=False)
+        both = torch.stack((result.loss, result.logits.square().mean()))
+        directions = torch.eye(2, device=both.device)
+        options = {"is_grads_batched": True, "materialize_grads": True, "allow_unused": True}
+        return dict(zip(parameters, torch.autograd.grad(both, list(parameters.values()), directions, **options)))
+
+    assert_gradients_near(found(kernels_ext_npu.kernelize(build(name).to("npu"))), found(build(name)))
 
 
 def test_an_ensemble_of_stacked_models_computes_what_each_does(registered) -> None:

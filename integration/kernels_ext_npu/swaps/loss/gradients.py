@@ -61,9 +61,9 @@ class Head(torch.autograd.Function):
             return None, None, None, None, None
         hidden_states, weight = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        rows = grad.flatten(0, -2)
+        rows = grad.reshape(-1, grad.shape[-1])
         d_hidden = grad @ weight if needs_hidden else None
-        d_weight = rows.t() @ hidden_states.flatten(0, -2) if needs_weight else None
+        d_weight = rows.t() @ hidden_states.reshape(-1, hidden_states.shape[-1]) if needs_weight else None
         return d_hidden, d_weight, rows.sum(0) if needs_bias else None, None, None
 
 

@@ -164,6 +164,17 @@ def test_memory_that_was_not_written_is_not_read(kernel: ModuleType, poisoned_me
         ({"bias": torch.ones(1)}, ValueError, rf"bias must be \[{WORDS}\]"),
         ({"hidden_states": torch.ones(TOKENS, HIDDEN, dtype=torch.long)}, TypeError, "floating point"),
         ({"pieces": 0}, ValueError, "at least 1"),
+        ({"weight": torch.ones(0, HIDDEN)}, ValueError, r"weight must be \[V, 8\], got \[0, 8\]"),
+        (
+            {"weight": torch.ones(WORDS, HIDDEN).half()},
+            ValueError,
+            "must have one dtype, got torch.float16, torch.float32",
+        ),
+        (
+            {"labels": torch.ones(TOKENS, dtype=torch.long, device="meta")},
+            ValueError,
+            "labels must be on cpu, got meta",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(kernel: ModuleType, change, error, message) -> None:

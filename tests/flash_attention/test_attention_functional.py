@@ -297,6 +297,10 @@ def tensors(*shape: int) -> list[Tensor]:
         ({"q": torch.ones(1, 5, 4, 8)}, "one batch size"),
         ({"k": torch.ones(2, 5, 3, 8), "v": torch.ones(2, 5, 3, 8)}, "must be a multiple of the 3 heads"),
         ({"k": torch.ones(2, 5, 4, 8).half()}, "one dtype"),
+        ({"s_aux": torch.ones(4, device="meta")}, "s_aux must be on cpu as q is, got meta"),
+        ({"q": torch.ones(2, 5, 4, 0), "k": torch.ones(2, 5, 4, 0)}, "one head size above 0"),
+        ({"q": torch.ones(2, 5, 0, 8)}, "must be a multiple"),
+        ({"q": torch.tensor(1.0)}, r"q must be \[B, S, N, D\]"),
     ],
 )
 def test_what_does_not_fit_is_refused(kernel: ModuleType, change, message) -> None:
@@ -315,6 +319,7 @@ def test_what_does_not_fit_is_refused(kernel: ModuleType, change, message) -> No
         ([0, 10], torch.tensor([-1, 10]), {}, "lengths of packed sequences must begin with 0, got -1, 10"),
         ([0, 10], [0, 10], {"softcap": -1.0}, "softcap must not be negative"),
         (torch.ones(2), [0, 10], {}, r"cu_seqlens_q must be \[1 \+ sequences\] integers"),
+        (torch.tensor([False, True]), [0, 10], {}, r"cu_seqlens_q must be .* integers, got \[2\] of torch.bool"),
         ([0, 10], [0, 10], {"block_table": torch.zeros(1, 1)}, "block_table must be None"),
     ],
 )

@@ -58,5 +58,5 @@ def test_one_product_and_no_more_than_two_copies_are_launched(kernel, name, copi
 
 @pytest.mark.parametrize("shape", [(2, 3, 2, 8), (2, 4, 8, 8), (2, 2, 3, 8, 8), (8, 8)], ids=str)
 def test_what_has_no_patches_is_refused(kernel, shape) -> None:
-    with pytest.raises(ValueError, match="has no patches of \\[4, 4\\] in 3 channels"):
+    with pytest.raises(ValueError, match=r"has no patches of weight"):
         kernel.patch_embedding(torch.randn(shape), torch.randn(6, 3, 4, 4))

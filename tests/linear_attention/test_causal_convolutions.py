@@ -53,3 +53,15 @@ def test_what_does_not_fit_is_refused(kernel: ModuleType) -> None:
         kernel.causal_conv1d_fn(x, weight.t())
     with pytest.raises(ValueError, match="conv_state"):
         kernel.causal_conv1d_update(x, state, weight)
+    with pytest.raises(ValueError, match=r"bias \[1\] must be \[C\], here \[5\]"):
+        kernel.causal_conv1d_fn(x, weight, weight[0, :1])
+    with pytest.raises(TypeError, match=r"seq_idx must be int32 or int64, got torch.uint8"):
+        kernel.causal_conv1d_fn(x, weight, seq_idx=torch.zeros(2, 3, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("sizes", [(2, 5, 0), (0, 5, 3), (2, 0, 3)])
+def test_of_no_tokens_there_is_nothing(kernel: ModuleType, sizes: tuple[int, ...]) -> None:
+    x, weight, state = torch.zeros(sizes), torch.ones(sizes[1], 4), torch.ones(*sizes[:2], 4)
+    assert kernel.causal_conv1d_fn(x.npu(), weight.npu()).shape == sizes
+    assert kernel.causal_conv1d_update(x.npu(), state := state.npu(), weight.npu()).shape == sizes
+    assert (state == 1).all()

@@ -187,6 +187,11 @@ def test_gradients_of_one_token_are_those_of_chunks(kernel: ModuleType, by_chann
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+def test_there_may_be_no_row(kernel: ModuleType) -> None:
+    tensors = [x[:0].npu() for x in draw(6, (2, 5, 2, 2, 8, 8), False)]
+    assert kernel.chunk_gated_delta_rule(*tensors)[0].shape == (0, 5, 2, 8)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -194,6 +199,8 @@ def test_gradients_of_one_token_are_those_of_chunks(kernel: ModuleType, by_chann
         ({"k": (2, 5, 2, 6)}, "have to fit"),
         ({"g": (2, 4, 2)}, "have to fit"),
         ({"initial_state": (2, 2, 8, 9)}, "initial_state"),
+        ({"v": ()}, "have to fit"),
+        ({"q": (2, 5, 2, 0), "k": (2, 5, 2, 0)}, "have to fit"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(kernel: ModuleType, change: dict, message: str) -> None:

@@ -128,6 +128,13 @@ def test_launches_and_bytes_grow_with_the_tokens_and_not_with_their_square(kerne
         assert all(b <= 2.1 * a for a, b in zip(one, other))
 
 
+def test_there_may_be_no_row(kernel: ModuleType) -> None:
+    assert (
+        kernel.selective_scan_fn(**{name: x[:0] if x.dim() == 3 else x for name, x in draw(8, 1, 9).items()}).numel()
+        == 0
+    )
+
+
 @pytest.mark.parametrize("wanted", NAMES)
 def test_a_state_has_a_gradient_for_all_that_it_depends_on(kernel: ModuleType, wanted: str) -> None:
     tensors = {name: x.npu().requires_grad_(name == wanted) for name, x in draw(8, 1, 9).items()}

@@ -120,8 +120,8 @@ def test_add_of_two_dtypes_takes_the_wider(kernel: ModuleType) -> None:
         (lambda k: k.add_rms_norm(torch.ones(2, 4), torch.ones(4), torch.ones(4), 1e-6), ValueError, r"residual \[4\]"),
         (
             lambda k: k.rms_norm(torch.ones(2, 4, device="npu"), torch.ones(4), 1e-6),
-            RuntimeError,
-            "at least two devices, npu:0 and cpu",
+            ValueError,
+            "one device, got hidden_states on npu:0, weight on cpu",
         ),
     ],
 )

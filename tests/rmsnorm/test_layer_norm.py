@@ -31,3 +31,12 @@ def test_what_would_widen_the_result_or_does_not_fit_is_refused(kernel: ModuleTy
     for name, parts in {"weight": (part, None), "bias": (None, part)}.items():
         with pytest.raises(ValueError, match=rf"{name} \[.*\] must broadcast to hidden_states \[1, 4, 8\]"):
             kernel.layer_norm(x, *parts, 1e-6)
+
+
+def test_sums_and_parts_that_do_not_fit_are_refused(kernel: ModuleType) -> None:
+    x, part = torch.ones(2, 8, device="npu"), torch.ones(8, device="npu")
+    for given in ((x, x[:1], part, part), (x, x, part[:1], part), (x, x, part, part[:7])):
+        with pytest.raises(ValueError, match="residual must have the shape of hidden_states"):
+            kernel.add_layer_norm(*given, 1e-6)
+    with pytest.raises(TypeError, match=r"weight must be floating point, got torch.int64"):
+        kernel.layer_norm(x, part.long(), None, 1e-6)

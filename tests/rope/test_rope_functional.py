@@ -164,6 +164,7 @@ BAD_SHAPES = [
         [HEADS, HEADS, SMALL, SMALL, [1, 1, 2]],
         r"cos \[1, 3, 8\] must be \[3, B, S, D\]",
     ),
+    ("rotary_mul", [HEADS, (1, 1, 4, 8), (1, 1, 4, 8)], r"cos and sin must broadcast to what is rotated"),
     ("RotaryPosEmbPartial", [HEADS, HEADS, WIDE, WIDE], r"cos \[1, 3, 16\] must have at most the head size of q"),
     ("RotaryPosEmbHalfWidth", [HEADS, HEADS, SMALL, SMALL], r"cos \[1, 3, 8\] must have half the head size of q"),
     ("RotaryPosEmbPatches", [HEADS, HEADS, (4, 8), (4, 8)], r"q \[1, 2, 3, 8\].*at least as many as cos \[4, 8\]"),

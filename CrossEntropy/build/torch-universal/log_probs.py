@@ -14,8 +14,8 @@ from .arguments import (
     kept,
     objective_of,
     reduced,
-    without_autocast,
 )
+from .autocast import without_autocast
 from .distributed import is_distributed
 from .entropy import LinearCrossEntropyWithEntropy
 from .functional import linear_cross_entropy
@@ -122,7 +122,7 @@ def linear_log_probs_and_entropy(
     check_head(name, hidden_states, weight, bias, pieces)
     objective = objective_of(name, ignore_index, 0.0, 0.0, logit_scale, softcap)
     labels = labels.long()
-    hidden_states, weight, bias = as_autocast(hidden_states, weight, bias)
+    hidden_states, weight, bias = as_autocast(name, hidden_states, weight, bias)
     if is_transformed() or is_distributed(hidden_states, weight, labels):
         rows, entropy = in_torch.linear_loss_and_entropy(hidden_states, weight, bias, labels, objective)
     else:

@@ -6,9 +6,9 @@ import math
 
 import torch
 from torch import Tensor
-from torch.amp.autocast_mode import is_autocast_available
 
 from . import pieces as pieces_of
+from .autocast import autocast_dtype
 from .objective import Objective
 
 
@@ -55,13 +55,17 @@ def check_labels(name: str, tokens: Tensor, labels: Tensor) -> None:
         raise TypeError(f"{name}: labels must be integers, got {labels.dtype}")
     if tokens.dim() != 2 or labels.shape != tokens.shape[:1]:
         raise ValueError(f"{name}: expected [N, ...] with labels [N], got {list(tokens.shape)}, {list(labels.shape)}")
+    if not tokens.shape[1]:
+        raise ValueError(f"{name}: expected [N, ...] of at least one value a row, got {list(tokens.shape)}")
+    if labels.device != tokens.device:
+        raise ValueError(f"{name}: labels must be on {tokens.device}, got {labels.device}")
 
 
 def check_head(
     name: str, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, pieces: int | None, whose: str = ""
 ) -> None:
     """Refuse a weight and a bias that do not fit to hidden states ``[N, H]``, and fewer than one piece."""
-    if weight.dim() != 2 or weight.shape[1] != hidden_states.shape[-1]:
+    if weight.dim() != 2 or not weight.shape[0] or weight.shape[1] != hidden_states.shape[-1]:
         raise ValueError(f"{name}: {whose}weight must be [V, {hidden_states.shape[-1]}], got {list(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{name}: {whose}bias must be {list(weight.shape[:1])}, got {list(bias.shape)}")
@@ -71,6 +75,10 @@ def check_head(
 
 def check_rows(name: str, hidden_states: Tensor, what: str, shape: torch.Size) -> None:
     """Refuse what has other rows than hidden states ``[..., H]``."""
+    if not hidden_states.dim() or not hidden_states.shape[-1]:
+        raise ValueError(
+            f"{name}: hidden_states must be [..., H] with H of at least 1, got {list(hidden_states.shape)}"
+        )
     if shape != hidden_states.shape[:-1]:
         raise ValueError(f"{name}: {what} must be {list(hidden_states.shape[:-1])}, got {list(shape)}")
 
@@ -94,16 +102,17 @@ def kept(*tensors: Tensor | None) -> int:
     return pieces_of.KEPT if needed and not torch.compiler.is_compiling() else 0
 
 
-def without_autocast(tensor: Tensor) -> torch.autocast:
-    """Return a context in which operators on the device of a tensor cast nothing."""
-    device = tensor.device.type if is_autocast_available(tensor.device.type) else "cpu"
-    return torch.autocast(device, enabled=False)
-
-
-def as_autocast(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cast the tensors of a head as autocast casts those of a linear layer."""
-    device = hidden_states.device.type
-    if not is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return hidden_states, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-    return hidden_states.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+def as_autocast(
+    name: str, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, whose: str = ""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cast the tensors of a head as autocast casts those of a linear layer, and refuse what they differ in then."""
+    dtype = autocast_dtype(hidden_states)
+    if dtype is not None:
+        hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    given = [tensor for tensor in (hidden_states, weight, bias) if tensor is not None]
+    for what, found in (("dtype", {t.dtype for t in given}), ("device", {t.device for t in given})):
+        if len(found) > 1:
+            kinds = ", ".join(sorted(map(str, found)))
+            raise ValueError(f"{name}: {whose}hidden_states, {whose}weight and bias must have one {what}, got {kinds}")
+    return hidden_states, weight, bias

@@ -18,8 +18,8 @@ from .arguments import (
     kept,
     objective_of,
     reduced,
-    without_autocast,
 )
+from .autocast import without_autocast
 from .by_tokens import LinearCrossEntropyByTokens
 from .distributed import is_distributed
 from .linear import LinearCrossEntropy
@@ -134,7 +134,7 @@ def linear_cross_entropy(
     objective = objective_of(name, ignore_index, label_smoothing, z_loss, logit_scale, softcap)
     check_reduction(name, reduction, num_items)
     labels = labels.long()
-    hidden_states, weight, bias = as_autocast(hidden_states, weight, bias)
+    hidden_states, weight, bias = as_autocast(name, hidden_states, weight, bias)
     if is_transformed() or is_distributed(hidden_states, weight, labels):
         if shard is not None:
             raise ValueError(f"{name}: a shard is neither transformed by torch.func nor a DTensor")

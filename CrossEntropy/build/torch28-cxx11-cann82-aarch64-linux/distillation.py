@@ -16,8 +16,8 @@ from .arguments import (
     kept,
     objective_of,
     over_rows,
-    without_autocast,
 )
+from .autocast import without_autocast
 from .derivatives import gradients
 from .distributed import is_distributed
 from .divergence import Divergence, Statistics
@@ -71,11 +71,12 @@ class LinearDivergence(torch.autograd.Function):
         ctx.options = divergence, words
         heads = hidden_states, weight, bias, teacher_hidden_states, teacher_weight, teacher_bias
         ctx.save_for_backward(*heads, slope, unit, *known, *kept)
-        return known.divergence.squeeze(-1)
+        return known.divergence.squeeze(-1).clone()  # no view: autograd lets nobody write to one that a node gives
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_states, weight, bias, *teacher, slope, unit = ctx.saved_tensors[:8]
+        saved = ctx.saved_tensors  # once: checkpoints refuse a second look
+        hidden_states, weight, bias, *teacher, slope, unit = saved[:8]
         divergence, words = ctx.options
         needs, nothing = ctx.needs_input_grad[:3], (None,) * 8
         if torch.is_grad_enabled():
@@ -90,7 +91,7 @@ class LinearDivergence(torch.autograd.Function):
         d_hidden = None if slope is None else (slope * factor).to(hidden_states.dtype)
         if not any(needs[1:]):
             return d_hidden, None, None, *nothing
-        known, kept = Statistics(*ctx.saved_tensors[8:12]), ctx.saved_tensors[12:]
+        known, kept = Statistics(*saved[8:12]), saved[12:]
         done = sum(x.shape[0] for x in kept)
         rest = slice(done, None)
         steep, beyond = brought_within(hidden_states * factor, weight.dtype)
@@ -181,8 +182,13 @@ def linear_generalized_jsd(
         >>> linear_generalized_jsd(hidden, heads[0], teacher, heads[1], beta=0.1).backward()
     """
     name = "linear_generalized_jsd"
-    _check(name, hidden_states, weight, teacher_hidden_states, teacher_weight, labels)
+    _check(name, hidden_states, teacher_hidden_states, labels)
     check_head(name, hidden_states, weight, bias, pieces)
+    if teacher_weight.dim() and weight.shape[0] != teacher_weight.shape[0]:
+        raise ValueError(
+            f"{name}: weight has {weight.shape[0]} words, teacher_weight {teacher_weight.shape[0]}: both heads need "
+            "the same vocabulary; cut off the rows that only pad one of them"
+        )
     check_head(name, teacher_hidden_states, teacher_weight, teacher_bias, pieces, "teacher_")
     if not 0 <= beta <= 1:
         raise ValueError(f"{name}: beta must be between 0 and 1, got {beta}")
@@ -196,9 +202,9 @@ def linear_generalized_jsd(
         objective_of(f"{name}, teacher", ignore_index, 0.0, 0.0, teacher_logit_scale, teacher_softcap),
     )
     shape = hidden_states.shape[:-1]
-    student = as_autocast(hidden_states.reshape(-1, hidden_states.shape[-1]), weight, bias)
+    student = as_autocast(name, hidden_states.reshape(-1, hidden_states.shape[-1]), weight, bias)
     given = teacher_hidden_states.reshape(-1, teacher_hidden_states.shape[-1]), teacher_weight, teacher_bias
-    teacher = as_autocast(*(each if each is None else each.detach() for each in given))
+    teacher = as_autocast(name, *(each if each is None else each.detach() for each in given), whose="teacher_")
     counted = None if labels is None else labels.reshape(-1) != ignore_index
     if reduction == "batchmean" and num_items is None:
         num_items = max(student[0].shape[0], 1) if counted is None else counted.sum().clamp(min=1)
@@ -221,22 +227,11 @@ def linear_generalized_jsd(
     return rows.view(shape) if reduction == "none" else rows
 
 
-def _check(
-    name: str,
-    hidden_states: Tensor,
-    weight: Tensor,
-    teacher_hidden_states: Tensor,
-    teacher_weight: Tensor,
-    labels: Tensor | None,
-) -> None:
+def _check(name: str, hidden_states: Tensor, teacher_hidden_states: Tensor, labels: Tensor | None) -> None:
+    """Refuse hidden states that do not fit to each other, or to labels."""
     for tensor in (hidden_states, teacher_hidden_states):
         if not tensor.is_floating_point():
             raise TypeError(f"{name}: expected floating point, got {tensor.dtype}")
-    if weight.shape[0] != teacher_weight.shape[0]:
-        raise ValueError(
-            f"{name}: weight has {weight.shape[0]} words, teacher_weight {teacher_weight.shape[0]}: both heads need "
-            "the same vocabulary; cut off the rows that only pad one of them"
-        )
     check_rows(name, hidden_states, "the rows of teacher_hidden_states", teacher_hidden_states.shape[:-1])
     if labels is not None:
         check_rows(name, hidden_states, "labels", labels.shape)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .autocast import without_autocast
 from .captures import capturing
 from .chosen_keys import ABSENT, in_budget, mask_of, masked
 from .description import MaskDescription
@@ -44,17 +45,36 @@ def top_k_keys(
 
     Returns:
         int32 ``[B, S_q, count]``, or as many as there are keys, with the highest scores first.
+
+    Raises:
+        ValueError: shapes do not fit.
+        TypeError: query, key or weights are not floating point.
     """
+    _check(query, key, weights)
     keys = key.shape[1]
     if count >= keys:
         return torch.arange(keys, dtype=torch.int32, device=key.device).expand(*query.shape[:2], -1)
     query, key = of_one_dtype(query, key)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         if is_fused_choice(query, key, count):
             found = _by_operator(query.contiguous(), key.contiguous(), weights.float().contiguous(), mask, count)
             if found is not None:
                 return found
         return _of_scores(query, key, weights.float(), mask, count, scale)
+
+
+def _check(query: Tensor, key: Tensor, weights: Tensor) -> None:
+    """Raise what :func:`top_k_keys` says of tensors that do not fit."""
+    for name, tensor in (("query", query), ("key", key), ("weights", weights)):
+        if not tensor.is_floating_point():
+            raise TypeError(f"top_k_keys: {name} must be floating point, got {tensor.dtype}")
+    fits = query.dim() == 4 and key.dim() == 3 and weights.shape == query.shape[:3]
+    if not fits or (key.shape[0], key.shape[2]) != (query.shape[0], query.shape[3]):
+        shapes = [list(tensor.shape) for tensor in (query, key, weights)]
+        raise ValueError(
+            "top_k_keys: query [B, S_q, H, D], key [B, S_k, D] and weights [B, S_q, H] have to fit, "
+            f"got {shapes[0]}, {shapes[1]} and {shapes[2]}"
+        )
 
 
 def _by_operator(

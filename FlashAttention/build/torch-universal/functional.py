@@ -9,6 +9,7 @@ from torch import Tensor
 from .attention import attend, attend_packed
 from .in_graphs import attend_packed_in_graph, stays_whole
 from .lengths import ends_in, ends_of, require_within
+from .limits import INTEGERS
 from .options import Band, Options, Sequences
 
 
@@ -52,13 +53,13 @@ def flash_attn_func(
 
     Raises:
         ValueError: shapes, devices or dtypes do not fit, or the weights are asked for.
-        TypeError: ``q`` is not floating point.
+        TypeError: a tensor is not floating point.
         NotImplementedError: a gradient with dropout is differentiated.
     """
     name = "flash_attn_func"
     _refuse_weights(name, return_attn_probs)
-    options = _options(name, q, dropout_p, softmax_scale, softcap, alibi_slopes, deterministic, s_aux)
     _check(name, q, k, v, 4)
+    options = _options(name, q, dropout_p, softmax_scale, softcap, alibi_slopes, deterministic, s_aux)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"{name}: q, k and v must have one batch size, got {q.shape[0]} and {k.shape[0]}")
     return attend(*(tensor.transpose(1, 2) for tensor in (q, k, v)), _band(causal, window_size), options)
@@ -106,14 +107,14 @@ def flash_attn_varlen_func(
 
     Raises:
         ValueError: shapes, devices, dtypes or lengths do not fit, or weights or paged keys are asked for.
-        TypeError: ``q`` is not floating point.
+        TypeError: a tensor is not floating point.
     """
     name = "flash_attn_varlen_func"
     _refuse_weights(name, return_attn_probs)
     if block_table is not None:
         raise ValueError(f"{name}: block_table must be None, paged keys and values are not supported")
-    options = _options(name, q, dropout_p, softmax_scale, softcap, alibi_slopes, deterministic, s_aux)
     _check(name, q, k, v, 3)
+    options = _options(name, q, dropout_p, softmax_scale, softcap, alibi_slopes, deterministic, s_aux)
     band = _band(causal, window_size)
     if isinstance(cu_seqlens_q, Tensor) and stays_whole(q, k, v, cu_seqlens_q, cu_seqlens_k, band, options):
         return attend_packed_in_graph(q, k, v, cu_seqlens_q, band, options)
@@ -139,8 +140,6 @@ def _options(
     sink: Tensor | None,
 ) -> Options:
     """Collect the options of the function ``name``, and raise what it says of those that do not fit."""
-    if not q.is_floating_point():
-        raise TypeError(f"{name}: q must be floating point, got {q.dtype}")
     if not 0 <= dropout < 1:
         raise ValueError(f"{name}: dropout_p must be in [0, 1), got {dropout}")
     if softcap < 0:
@@ -150,6 +149,11 @@ def _options(
         raise ValueError(f"{name}: s_aux must be [{heads}], a value for each head of q, got {list(sink.shape)}")
     if slopes is not None and (slopes.dim() not in (1, 2) or slopes.shape[-1] != heads):
         raise ValueError(f"{name}: alibi_slopes must be [{heads}] or [batch, {heads}], got {list(slopes.shape)}")
+    for what, tensor in (("s_aux", sink), ("alibi_slopes", slopes)):
+        if tensor is not None and not tensor.is_floating_point():
+            raise TypeError(f"{name}: {what} must be floating point, got {tensor.dtype}")
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(f"{name}: {what} must be on {q.device} as q is, got {tensor.device}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return Options(scale, dropout, sink, softcap, slopes, deterministic=deterministic)
 
@@ -163,8 +167,9 @@ def _band(causal: bool, window_size: tuple[int, int]) -> Band:
 def _ends(name: str, what: str, cumulative: Tensor | Sequence[int], tensor: Tensor) -> tuple[int, ...]:
     """Return where each sequence ends, and raise what the function ``name`` says of lengths that do not fit."""
     if isinstance(cumulative, Tensor):
-        if cumulative.dim() != 1 or cumulative.numel() == 0 or cumulative.is_floating_point():
-            raise ValueError(f"{name}: {what} must be [1 + sequences] integers, got {list(cumulative.shape)}")
+        if cumulative.dim() != 1 or cumulative.numel() == 0 or cumulative.dtype not in INTEGERS:
+            found = f"{list(cumulative.shape)} of {cumulative.dtype}"
+            raise ValueError(f"{name}: {what} must be [1 + sequences] integers, got {found}")
         ends = ends_of(cumulative)
     else:
         ends = ends_in(cumulative)
@@ -174,15 +179,17 @@ def _ends(name: str, what: str, cumulative: Tensor | Sequence[int], tensor: Tens
 
 def _check(name: str, q: Tensor, k: Tensor, v: Tensor, dimensions: int) -> None:
     """Raise what the function ``name`` says of tensors that do not fit."""
+    if not q.is_floating_point():
+        raise TypeError(f"{name}: q must be floating point, got {q.dtype}")
     shape = "[B, S, N, D]" if dimensions == 4 else "[T, N, D]"
     for what, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != dimensions:
             raise ValueError(f"{name}: {what} must be {shape}, got {list(tensor.shape)}")
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"{name}: k and v must differ in head size only, got {list(k.shape)} and {list(v.shape)}")
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"{name}: q and k must have one head size, got {q.shape[-1]} and {k.shape[-1]}")
-    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+    if q.shape[-1] != k.shape[-1] or not q.shape[-1]:
+        raise ValueError(f"{name}: q and k must have one head size above 0, got {q.shape[-1]} and {k.shape[-1]}")
+    if 0 in (q.shape[-2], k.shape[-2]) or q.shape[-2] % k.shape[-2]:
         raise ValueError(f"{name}: the {q.shape[-2]} heads of q must be a multiple of the {k.shape[-2]} heads of k")
     for what, found in (("dtype", {t.dtype for t in (q, k, v)}), ("device", {t.device for t in (q, k, v)})):
         if len(found) > 1:

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .autocast import autocast_dtype
 from .cann import CANN
 from .distributed import is_distributed
 from .operators import takes_sinks
 from .options import Band, Options, Sequences
 from .transforms import is_transformed
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_HEAD, _MOST_HEADS, _MOST_BATCHES = 768, 256, 2**21
 _LARGEST_PACKED_GRADIENT = 768 if CANN >= (8, 5) else 512  # of heads
@@ -119,10 +121,8 @@ def fits_packed_gradient(query: Tensor, key: Tensor, value: Tensor, band: Band |
 
 def of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast under autocast as torch does before a product."""
-    device = tensors[0].device.type
-    if torch.is_autocast_enabled(device):
-        return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
-    return tensors
+    dtype = autocast_dtype(tensors[0])
+    return tensors if dtype is None else tuple(tensor.to(dtype) for tensor in tensors)
 
 
 def padded(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -76,7 +76,8 @@ def attention_forward(
         ``[B, S_q, N, D_v]``, contiguous, and None: the weights are never in memory.
 
     Raises:
-        ValueError: an argument says of the keys what is not computed here, or a mask does not fit.
+        ValueError: an argument says of the keys what is not computed here, or shapes, dtypes or devices do not fit.
+        TypeError: query, key and value are not floating point.
     """
     if kwargs.get("block_indices") is not None:
         raise ValueError("attention_forward: block_indices are not supported, choose the implementation 'sdpa'")
@@ -87,6 +88,7 @@ def attention_forward(
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
         cu_seq_lens_k = kwargs["cu_seq_lens_k"]
     query, key, value = of_one_dtype(query, key, value)
+    _check(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     band = _band(query, key, causal, sliding_window)
@@ -122,6 +124,30 @@ def attention_forward(
     if isinstance(seen, (Packing, _Lengths)):
         return _attend_packing(query, key, value, seen, options), None
     return attend(query, key, value, seen, options), None
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise what :func:`attention_forward` says of tensors that do not fit."""
+    fits = (
+        query.dim() == key.dim() == 4
+        and key.shape[:-1] == value.shape[:-1]
+        and query.shape[0] == key.shape[0]
+        and query.shape[3] == key.shape[3] > 0
+        and key.shape[1] > 0
+        and query.shape[1] % key.shape[1] == 0
+    )
+    if not fits:
+        shapes = [list(tensor.shape) for tensor in (query, key, value)]
+        raise ValueError(
+            "attention_forward: query [B, N, S_q, D], key [B, N_k, S_k, D] and value [B, N_k, S_k, D_v] have to fit, "
+            f"with N a multiple of N_k, got {shapes[0]}, {shapes[1]} and {shapes[2]}"
+        )
+    kinds = [(tensor.dtype, tensor.device) for tensor in (query, key, value)]
+    if not query.is_floating_point():
+        raise TypeError(f"attention_forward: query must be floating point, got {query.dtype}")
+    if not kinds[0] == kinds[1] == kinds[2]:
+        found = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
+        raise ValueError(f"attention_forward: query, key and value must have one dtype and device, got {found}")
 
 
 def _band(query: Tensor, key: Tensor, causal: bool, sliding_window: int | None) -> Band:

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .autocast import without_autocast
 from .description import MaskDescription
 from .in_torch import outside, softmax
-from .limits import of_one_dtype, reads_chosen_in_place
+from .limits import INTEGERS, of_one_dtype, reads_chosen_in_place
 from .options import Band
 from .packing import Packing
 from .second_order import differentiable_once
@@ -45,16 +46,50 @@ def attend_chosen(
 
     Returns:
         ``[B, S_q, N, R]``. A query that sees no key gives zero. It is differentiable once, but for the mask.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+        TypeError: the query is not floating point, or indices are not integers.
     """
     query, latents, rope = of_one_dtype(query, latents, rope)
+    _check(query, latents, rope, indices, sink)
+    if query.dtype is torch.float64 and query.device.type == "npu":  # which has no cast to it, as a gradient needs one
+        query, latents, rope = query.float(), latents.float(), rope.float()
+    sink = None if sink is None else sink.float()
     is_trained = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (query, latents, rope, sink)
     )
     is_added = isinstance(mask, Tensor) and mask.is_floating_point()
     if sink is None and not is_trained and not is_added and reads_chosen_in_place(query, latents, rope):
         return _by_operator(query, latents, rope, indices, mask, scale)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query):
         return ChosenAttention.apply(query, latents, rope, sink, indices, mask, scale)
+
+
+def _check(query: Tensor, latents: Tensor, rope: Tensor, indices: Tensor, sink: Tensor | None) -> None:
+    """Raise what :func:`attend_chosen` says of tensors that do not fit."""
+    if not query.is_floating_point():
+        raise TypeError(f"attend_chosen: query must be floating point, got {query.dtype}")
+    if indices.dtype not in INTEGERS:
+        raise TypeError(f"attend_chosen: indices must be integers, got {indices.dtype}")
+    if not query.dtype == latents.dtype == rope.dtype:
+        found = f"{query.dtype}, {latents.dtype} and {rope.dtype}"
+        raise ValueError(f"attend_chosen: query, latents and rope must have one dtype, got {found}")
+    fits = (
+        query.dim() == 4
+        and latents.dim() == rope.dim() == indices.dim() == 3
+        and latents.shape[:2] == rope.shape[:2]
+        and query.shape[3] == latents.shape[2] + rope.shape[2]
+        and query.shape[:2] == indices.shape[:2]
+        and query.shape[0] == latents.shape[0]
+        and (sink is None or sink.shape == query.shape[2:3])
+    )
+    if not fits:
+        shapes = [None if x is None else list(x.shape) for x in (query, latents, rope, indices, sink)]
+        raise ValueError(
+            "attend_chosen: query [B, S_q, N, R + R_r], latents [B, S_k, R], rope [B, S_k, R_r], indices [B, S_q, k] "
+            f"and sink [N] have to fit, got {', '.join(map(str, shapes))}"
+        )
 
 
 def left_out_beside(
@@ -118,7 +153,7 @@ class ChosenAttention(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, saved: tuple[Tensor | None, ...], gradient: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(gradient.device.type, enabled=False):
+        with without_autocast(gradient):
             return *_gradients(gradient, *saved, *ctx.rest), None, None, None
 
 
@@ -210,7 +245,7 @@ def _seen(mask: MaskDescription | Tensor, indices: Tensor) -> Tensor:
 
 def in_budget(queries: int, row: int) -> Iterator[tuple[int, int]]:
     """Yield where parts of the queries begin and end, of which each takes so many bytes."""
-    rows = max(1, BYTES // row)
+    rows = max(1, BYTES // max(1, row))
     for begin in range(0, queries, rows):
         yield begin, min(begin + rows, queries)
 

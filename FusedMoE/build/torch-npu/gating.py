@@ -72,12 +72,13 @@ def gating_top_k(
         The weights, ``[T, k]`` in the dtype of ``logits``, and the experts, int64 ``[T, k]``.
 
     Raises:
-        ValueError: ``logits`` is not two-dimensional, ``k`` or the groups do not fit its last dimension, or scores are
-            none of those.
-        TypeError: ``logits`` is not floating point.
+        ValueError: ``logits`` is not two-dimensional, ``k``, the groups or ``bias`` do not fit its last dimension, or
+            scores are none of those.
+        TypeError: ``logits`` or ``bias`` is not floating point.
     """
     gating = _Gating(k, scores, groups, top_groups, group_scores, renormalise, scale, epsilon)
-    _check(logits, gating)
+    _check(logits, bias, gating)
+    bias = None if bias is None else bias.detach()  # no weight depends on it
     trains = torch.is_grad_enabled() and logits.requires_grad
     writes_scores = _reads_scores(gating) if trains else _divides_too_much(gating)
     if is_distributed(logits, bias) or is_transformed() or not _is_fused(logits, bias, gating, writes_scores):
@@ -94,7 +95,7 @@ def gating_top_k(
     return weights, experts
 
 
-def _check(logits: Tensor, gating: _Gating) -> None:
+def _check(logits: Tensor, bias: Tensor | None, gating: _Gating) -> None:
     """Raise what :func:`gating_top_k` says of its arguments."""
     experts, groups = logits.shape[-1] if logits.dim() == 2 else 0, gating.groups
     fits = 1 <= gating.k <= experts and 1 <= gating.top_groups <= groups and experts % groups == 0
@@ -105,6 +106,11 @@ def _check(logits: Tensor, gating: _Gating) -> None:
         )
     if not logits.is_floating_point():
         raise TypeError(f"gating_top_k: logits must be floating point, got {logits.dtype}")
+    if bias is not None and not bias.is_floating_point():
+        raise TypeError(f"gating_top_k: bias must be floating point, got {bias.dtype}")
+    if bias is not None and (bias.shape != logits.shape[1:] or bias.device != logits.device):
+        found = f"{list(bias.shape)} on {bias.device}"
+        raise ValueError(f"gating_top_k: bias must be [{experts}] on {logits.device}, got {found}")
     for name, given, known in (
         ("scores", gating.scores, ("sigmoid", "softmax")),
         ("group_scores", gating.group_scores, ("two best", "best")),

@@ -37,6 +37,8 @@ def softmax_top_k(logits: Tensor, k: int, renormalise: bool = True) -> tuple[Ten
         )
     if not logits.is_floating_point():
         raise TypeError(f"softmax_top_k: logits must be floating point, got {logits.dtype}")
+    if logits.dtype is torch.float64:  # before the node: the NPU has no cast to it, which its gradient would need
+        logits = logits.float()
     if is_distributed(logits) or is_transformed():
         return _in_torch(logits, k, renormalise)[:2]
     if torch.is_grad_enabled() and logits.requires_grad:

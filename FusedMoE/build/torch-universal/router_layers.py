@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .autocast import autocast_dtype, without_autocast
 from .calls import is_replaced, is_watched
 from .gating import gating_top_k
 from .layer import Layer
@@ -70,7 +71,7 @@ class SigmoidTopKRouterGivenBias(Layer):
     """Chooses experts by sigmoid and a bias that it is given, in float32, as HYV3 does."""
 
     def forward(self, hidden_states: Tensor, e_score_correction_bias: Tensor) -> Routed:
-        if torch.is_autocast_enabled(hidden_states.device.type):  # the original's divides in float32 what is narrower
+        if autocast_dtype(hidden_states) is not None:  # the original's divides in float32 what is narrower
             return type(self).forward(self, hidden_states, e_score_correction_bias)
         logits = float32_logits(hidden_states.reshape(-1, self.hidden_dim), self.weight)
         return logits, *gating_top_k(logits, self.top_k, e_score_correction_bias, scale=self.router_scaling_factor)
@@ -95,7 +96,7 @@ class SigmoidTopKRouterUnbiased(Layer):
 
     def forward(self, hidden_states: Tensor) -> Routed:
         x = hidden_states.reshape(-1, self.hidden_dim)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             logits = float32_logits(x, self.weight)
         return logits, *gating_top_k(logits, self.top_k, renormalise=self.norm_topk_prob, epsilon=0.0)
 
@@ -127,7 +128,7 @@ class SigmoidTopKRouterMultiplied(Layer):
 
     def forward(self, hidden_states: Tensor) -> Routed:
         other = type(self.scoring_function) is not nn.Sigmoid or is_watched(self.scoring_function)
-        if other or torch.is_autocast_enabled(hidden_states.device.type):
+        if other or autocast_dtype(hidden_states) is not None:
             return type(self).forward(self, hidden_states)  # the original's: this is bound to an instance of it
         logits = float32_logits(hidden_states.view(-1, self.hidden_dim), self.weight) * self.output_multiplier
         bias, scale, epsilon = self.e_score_correction_bias, self.routed_scaling_factor, self.norm_topk_prob_eps
@@ -188,7 +189,7 @@ class CorrectedSoftmaxTopKRouter(Layer):
         if is_watched(self.moe_statics) or is_replaced(self.moe_statics):
             return type(self).forward(self, hidden_states)  # the original's: this is bound to an instance of it
         bias = self.moe_statics.e_score_correction_bias.squeeze()
-        with torch.autocast(hidden_states.device.type, enabled=False):
+        with without_autocast(hidden_states):
             logits = float32_logits(hidden_states, self.weight)
             weights, experts = gating_top_k(logits, self.top_k, bias, scores="softmax", renormalise=False)
             weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=self.norm_min)

@@ -20,7 +20,8 @@ def product_in_torch(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | N
     Raises:
         ValueError: the groups have more rows than ``x``.
     """
-    sizes = counts.tolist()
+    # on the meta device there are none: any rows have the shape of the result
+    sizes = [x.shape[0]] if counts.is_meta else counts.tolist()
     if sum(sizes) > x.shape[0]:
         raise ValueError(f"grouped_matmul: counts must add up to the {x.shape[0]} rows of x, got {sum(sizes)}")
     parts = []

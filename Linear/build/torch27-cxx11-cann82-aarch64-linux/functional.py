@@ -99,12 +99,15 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequen
         ``[..., N]``, of the dtype of ``x``, or of autocast.
 
     Raises:
+        TypeError: ``x`` is not floating point.
         RuntimeError: what ``torch.nn.functional.linear`` says of tensors that do not fit.
     """
     if x.device.type == "npu" and torch.is_autocast_enabled("npu"):
         adapters = [_adapter_for_autocast(adapter, x) for adapter in adapters]
         x, weight, bias = [_for_autocast(tensor) for tensor in (x, weight, bias)]  # type: ignore[assignment]
     if not _is_adapted(x, weight, adapters):
+        if not x.is_floating_point():
+            raise TypeError(f"lora_linear: x must be floating point, got {x.dtype}")
         return in_torch(x, weight, bias, *adapters)
     if len(adapters) == 1 and adapters[0].p and adapters[0].x is None:
         return _dropped(x, [(weight, bias, adapters[0])])[0]
@@ -131,6 +134,7 @@ def lora_linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapte
         ``[..., N]`` for each layer, of the dtype of ``x``, or of autocast.
 
     Raises:
+        TypeError: ``x`` is not floating point.
         RuntimeError: what ``torch.nn.functional.linear`` says of tensors that do not fit.
     """
     if x.device.type == "npu" and torch.is_autocast_enabled("npu"):
@@ -270,6 +274,7 @@ def is_trained(x: Tensor, weight: Tensor) -> bool:
         and dtype.is_floating_point
         and not (autocast and (dtype is torch.float64 or x.dtype is torch.float64 or not x.is_floating_point()))
         and x.numel() > 0
+        and weight.shape[0] > 0
         and not is_distributed(x, weight)
         and not is_transformed()
     )

@@ -23,14 +23,17 @@ def patch_embedding(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
         ``[B, N, *(sizes // patch)]``, or without B, contiguous.
 
     Raises:
-        ValueError: x does not fit to the weight, or is smaller than a patch.
+        ValueError: x or the bias does not fit to the weight, or x is smaller than a patch.
         RuntimeError: what ``torch.nn.functional.linear`` says of other dtypes or devices.
     """
     patch = weight.shape[2:]
     if not is_cut_into(x, weight):
         raise ValueError(
-            f"patch_embedding: x of shape {list(x.shape)} has no patches of {list(patch)} in {weight.shape[1]} channels"
+            f"patch_embedding: x [B, C, *sizes] has no patches of weight [N, C, *patch], got {list(x.shape)} and "
+            f"{list(weight.shape)}"
         )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"patch_embedding: bias must be {list(weight.shape[:1])}, got {list(bias.shape)}")
     if x.dim() == 1 + len(patch):
         return patch_embedding(x[None], weight, bias)[0]
     grid = [size // length for size, length in zip(x.shape[2:], patch)]
@@ -42,8 +45,9 @@ def is_cut_into(x: Tensor, weight: Tensor) -> bool:
     """Tell whether x has the channels of a weight, and at least one patch."""
     patch = weight.shape[2:]
     sizes = x.shape[-len(patch) :]
-    has_dimensions = x.dim() in (1 + len(patch), 2 + len(patch))
-    return has_dimensions and x.shape[-len(patch) - 1] == weight.shape[1] and all(s >= p for s, p in zip(sizes, patch))
+    has_dimensions = len(patch) in (1, 2, 3) and x.dim() in (1 + len(patch), 2 + len(patch))
+    fits = all(s >= p > 0 for s, p in zip(sizes, patch))
+    return has_dimensions and x.shape[-len(patch) - 1] == weight.shape[1] and fits
 
 
 def _rows(x: Tensor, patch: tuple[int, ...], grid: list[int]) -> Tensor:

@@ -42,7 +42,11 @@ def numbers_of(
 
     Raises:
         ValueError: the shapes do not fit.
+        TypeError: they are not int32 or int64.
     """
+    for name, given in (("seq_idx", seq_idx), ("cu_seqlens", cu_seqlens)):
+        if given is not None and given.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64, got {given.dtype}")
     if seq_idx is not None:
         if seq_idx.shape != (batch, length):
             raise ValueError(f"seq_idx {list(seq_idx.shape)} must be [B, T], here [{batch}, {length}]")

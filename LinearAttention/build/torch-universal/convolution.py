@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .arguments import check_tensors
 from .sequences import numbers_of
 
 ACTIVATIONS = {None: None, "silu": nn.functional.silu, "swish": nn.functional.silu}
@@ -35,14 +36,18 @@ def causal_conv1d_fn(
         ``[B, C, T]`` in the dtype of x.
 
     Raises:
-        ValueError: shapes do not fit, or the activation is another one.
+        ValueError: shapes or devices do not fit, or the activation is another one.
+        TypeError: an argument is not floating point, or numbers of sequences are not integers.
     """
-    _check(x, weight, activation)
+    _check(x, weight, bias, activation)
     batch, channels, length = x.shape
     numbers = numbers_of(batch, length, x.device, cu_seqlens, seq_idx)
+    if not x.numel():
+        return x.clone()
     if numbers is not None:
         return _activated(_by_taps(x, weight, bias, numbers), activation).to(x.dtype)
     padding = weight.shape[-1] - 1
+    bias = None if bias is None else bias.to(weight.dtype)
     y = nn.functional.conv1d(x.to(weight.dtype), weight.unsqueeze(1), bias, padding=padding, groups=channels)
     return _activated(y[..., :length], activation).to(x.dtype)
 
@@ -67,17 +72,21 @@ def causal_conv1d_update(
         ``[B, C, T]`` in the dtype of x.
 
     Raises:
-        ValueError: shapes do not fit, or the activation is another one.
+        ValueError: shapes or devices do not fit, or the activation is another one.
+        TypeError: an argument is not floating point.
     """
-    _check(x, weight, activation)
-    if conv_state.shape[:2] != x.shape[:2] or conv_state.shape[2] < weight.shape[1] - 1:
+    _check(x, weight, bias, activation, conv_state)
+    if conv_state.dim() != 3 or conv_state.shape[:2] != x.shape[:2] or conv_state.shape[2] < weight.shape[1] - 1:
         raise ValueError(
             f"conv_state {list(conv_state.shape)} must be [B, C, W] with W of at least {weight.shape[1] - 1}, "
             f"x is {list(x.shape)}"
         )
+    if not x.numel():
+        return x.clone()
     length = x.shape[-1]
     both = torch.cat([conv_state, x], -1).to(weight.dtype)
-    conv_state.copy_(both[..., -conv_state.shape[-1] :])
+    conv_state.copy_(both[..., length:])
+    bias = None if bias is None else bias.to(weight.dtype)
     y = nn.functional.conv1d(both, weight.unsqueeze(1), bias, groups=x.shape[1])
     return _activated(y[..., -length:], activation).to(x.dtype)
 
@@ -100,9 +109,16 @@ def _activated(y: Tensor, activation: str | None) -> Tensor:
     return y if function is None else function(y)
 
 
-def _check(x: Tensor, weight: Tensor, activation: str | None) -> None:
+def _check(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, conv_state: Tensor | None = None
+) -> None:
     """Raise what the functions here say of arguments that do not fit."""
-    if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[1]:
-        raise ValueError(f"x {list(x.shape)} must be [B, C, T], and weight {list(weight.shape)} [C, K]")
+    check_tensors(x=x, conv_state=conv_state, weight=weight, bias=bias)
+    if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[1] or not weight.shape[1]:
+        raise ValueError(
+            f"x {list(x.shape)} must be [B, C, T], and weight {list(weight.shape)} [C, K] with K of at least 1"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {list(bias.shape)} must be [C], here [{weight.shape[0]}]")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r} must be one of {[*ACTIVATIONS]}")

@@ -1,4 +1,4 @@
-"""Autocast, which would round what products take, and a state between two tokens."""
+"""Autocast, which torch knows for some devices only: the meta device has none."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ import torch
 from torch import Tensor
 
 
-def in_float32(x: Tensor) -> AbstractContextManager:
-    """Keep what is computed as it is written, where ``x`` is."""
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return what autocast casts to where ``x`` is; None where it casts nothing."""
     kind = x.device.type
-    is_rounding = not x.is_meta and torch.is_autocast_enabled(kind)  # which knows no meta device
-    return torch.autocast(kind, enabled=False) if is_rounding else nullcontext()
+    return torch.get_autocast_dtype(kind) if not x.is_meta and torch.is_autocast_enabled(kind) else None
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """Keep what is computed as it is written, where ``x`` is."""
+    is_casting = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    return torch.autocast(x.device.type, enabled=False) if is_casting else nullcontext()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .autocast import in_float32
+from .arguments import check_tensors, narrowed
+from .autocast import without_autocast
 from .delta_rule import delta_rule
 from .packed_states import final_states
 from .recurrence import step
@@ -53,8 +54,8 @@ def chunk_gated_delta_rule(
         ``[B, T, H, V]`` in the dtype of q, and the state, ``[B, H, K, V]`` in float32, or None.
 
     Raises:
-        ValueError: shapes do not fit, or states are asked for that packed sequences have none of.
-        TypeError: an argument is not floating point.
+        ValueError: shapes or devices do not fit, or states are asked for that packed sequences have none of.
+        TypeError: an argument is not floating point, or numbers of sequences are not integers.
     """
     tokens = Tokens(q, k, v, g.unsqueeze(-1), beta)
     return _in_chunks(tokens, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx)
@@ -122,10 +123,11 @@ def fused_recurrent_kda(
 
 def _step(tokens: Tokens, scale: float | None, state: Tensor | None, wants_state: bool, *rest: object) -> Result:
     normalised, cu_seqlens, seq_idx = rest
-    if tokens.value.shape[1] != 1 or cu_seqlens is not None or seq_idx is not None:
+    if tokens.value.shape[1:2] != (1,) or cu_seqlens is not None or seq_idx is not None:
         return _in_chunks(tokens, scale, state, wants_state, *rest)  # type: ignore[arg-type]
     _check(tokens, state)
-    with in_float32(tokens.value):
+    tokens, state = Tokens(*map(narrowed, tokens)), narrowed(state)  # type: ignore[arg-type]
+    with without_autocast(tokens.value):
         out, state = step(tokens, _flat(state), _rule_options(tokens, scale, bool(normalised)))
     return out, _by_head(state, tokens) if wants_state else None
 
@@ -140,15 +142,16 @@ def _in_chunks(
     seq_idx: Tensor | None,
 ) -> Result:
     _check(tokens, state)
+    tokens, state = Tokens(*map(narrowed, tokens)), narrowed(state)  # type: ignore[arg-type]
     batch, length = tokens.value.shape[:2]
     numbers = numbers_of(batch, length, tokens.value.device, cu_seqlens, seq_idx)
     if numbers is not None and state is not None:
         raise ValueError("packed sequences start with a state of zeros: leave initial_state out, or pass them unpacked")
     options = _rule_options(tokens, scale, normalised)
-    if length == 0:
+    if 0 in tokens.value.shape[:3]:
         out = tokens.value.new_empty(tokens.value.shape, dtype=tokens.query.dtype)
         return out, _by_head(_state_of_none(tokens, state), tokens) if wants_state else None
-    with in_float32(tokens.value):
+    with without_autocast(tokens.value):
         out, last, between = delta_rule(tokens, _flat(state), numbers, options, wants_state and cu_seqlens is not None)
         if not wants_state:
             return out, None
@@ -180,15 +183,14 @@ def _state_of_none(tokens: Tokens, state: Tensor | None) -> Tensor:
 def _check(tokens: Tokens, state: Tensor | None) -> None:
     """Raise what the functions here say of arguments that do not fit."""
     query, key, value, g, beta = tokens
-    for name, tensor in zip(("q", "k", "v", "g", "beta"), tokens):
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} must be floating point, got {tensor.dtype}")
+    check_tensors(q=query, k=key, v=value, g=g, beta=beta, initial_state=state)
     shape = value.shape[:3]
     fits = (
         query.dim() == key.dim() == value.dim() == g.dim() == 4
         and query.shape == key.shape
         and key.shape[:2] == shape[:2]
         and key.shape[2] > 0
+        and key.shape[3] > 0
         and shape[2] % key.shape[2] == 0
         and g.shape[:3] == beta.shape == shape
         and g.shape[3] in (1, key.shape[3])

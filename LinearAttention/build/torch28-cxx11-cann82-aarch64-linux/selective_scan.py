@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .autocast import in_float32
+from .arguments import check_tensors, narrowed
+from .autocast import without_autocast
 from .second_order import differentiable_once
 from .transforms import is_transformed
 from .walk import CHUNK, before_chunks, behind_chunks, from_steps, in_steps, state_gradients, states
@@ -56,13 +57,14 @@ def selective_scan_fn(
         ``[B, D, T]`` in the dtype of u, and the state, ``[B, D, N]`` in float32, if it is asked for.
 
     Raises:
-        ValueError: shapes do not fit, or there is no token.
+        ValueError: shapes or devices do not fit, or there is no token.
         TypeError: an argument is not floating point.
     """
     _check(u, delta, A, B, C, D, z, delta_bias)
-    turned = (None if x is None else x.transpose(1, 2) for x in (u, delta, z, B, C))
-    with in_float32(u):
-        out, state = _scan(Given(*turned, A, D, delta_bias), delta_softplus)
+    given = [narrowed(x) for x in (u, delta, z, B, C, A, D, delta_bias)]
+    turned = (None if x is None else x.transpose(1, 2) for x in given[:5])
+    with without_autocast(u):
+        out, state = _scan(Given(*turned, *given[5:]), delta_softplus)
     out = out.transpose(1, 2)
     return (out, state) if return_last_state else out
 
@@ -208,7 +210,7 @@ def _backward(
 def _segments(given: Given) -> Iterator[slice]:
     """Give the tokens in segments of whole chunks whose states stay below the budget."""
     batch, length = given.u.shape[:2]
-    step = CHUNK * max(1, BUDGET // (4 * _AT_ONCE * CHUNK * batch * given.A.numel()))
+    step = CHUNK * max(1, BUDGET // max(1, 4 * _AT_ONCE * CHUNK * batch * given.A.numel()))
     start = 0
     while start < length:  # a range would tie a graph to one length
         yield slice(start, start + step)
@@ -245,10 +247,8 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 def _check(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *others: Tensor | None) -> None:
     """Raise what the function says of arguments that do not fit."""
     named = dict(zip(("u", "delta", "A", "B", "C", "D", "z", "delta_bias"), (u, delta, A, B, C, *others)))
+    check_tensors(**named)
     known = {name: x for name, x in named.items() if x is not None}
-    for name, tensor in known.items():
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} must be floating point, got {tensor.dtype}")
     fits = u.dim() == 3 and A.dim() == 2 and A.shape[0] == u.shape[1] and u.shape[2] > 0
     if fits:
         batch, channels, length = u.shape

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .autocast import without_autocast
 from .derivatives import gradients
 from .distributed import is_distributed
+from .functional import check_tensors
 from .transforms import is_transformed
 
 _NEGLIGIBLE = 1e-5  # an eps whose part in sums of one is that of the roundings of float32, some of each round
@@ -41,11 +43,11 @@ def hyper_connection(
 
     Raises:
         TypeError: an argument is not floating point.
-        ValueError: the shapes do not fit, eps is not positive, or there is no round.
+        ValueError: shapes or devices do not fit, eps is not positive, or there is no round.
     """
-    n, hidden = streams.shape[-2:]
     _check(streams, weight, base, scale, eps, rounds)
-    with torch.autocast(streams.device.type, enabled=False):
+    n, hidden = streams.shape[-2:]
+    with without_autocast(streams):
         wide, logits = _projected(streams, weight, base, scale, (n, n, n * n), norm_eps)
         pre, post = logits[:, : 2 * n].sigmoid().split(n, -1)
         # tokens side by side: rows and columns are sums of whole vectors
@@ -64,7 +66,7 @@ def independent_hyper_connection(
     ``weight`` is ``[2 * N, N * H]``, and the weights of the block's result are up to ``magnitude``, with eps.
     """
     n, hidden = streams.shape[-2:]
-    with torch.autocast(streams.device.type, enabled=False):
+    with without_autocast(streams):
         wide, logits = _projected(streams, weight, base, scale, (n, n), norm_eps)
         pre, post = logits.sigmoid().split(n, -1)
         collapsed = _collapsed(pre + eps, wide).to(streams.dtype)
@@ -75,7 +77,7 @@ def independent_hyper_connection(
 def hyper_head(streams: Tensor, weight: Tensor, base: Tensor, scale: Tensor, norm_eps: float, eps: float) -> Tensor:
     """Compute the sum of the streams alone: DeepseekV4HyperHead.forward. ``weight`` is ``[N, N * H]``."""
     n, hidden = streams.shape[-2:]
-    with torch.autocast(streams.device.type, enabled=False):
+    with without_autocast(streams):
         wide, logits = _projected(streams, weight, base, scale, (n,), norm_eps)
         collapsed = _collapsed(logits.sigmoid() + eps, wide).to(streams.dtype)
     return collapsed.view(*streams.shape[:-2], hidden)
@@ -149,10 +151,10 @@ def _collapsed(weights: Tensor, wide: Tensor) -> Tensor:
 
 
 def _check(streams: Tensor, weight: Tensor, base: Tensor, scale: Tensor, eps: float, rounds: int) -> None:
+    check_tensors(streams=streams, weight=weight, base=base, scale=scale)
+    if streams.dim() < 2:
+        raise ValueError(f"hyper_connection: streams must be [..., N, H], got {list(streams.shape)}")
     n, hidden = streams.shape[-2:]
-    for name, tensor in (("streams", streams), ("weight", weight), ("base", base), ("scale", scale)):
-        if not tensor.is_floating_point():
-            raise TypeError(f"hyper_connection: {name} must be floating point, got {tensor.dtype}")
     rows = (2 + n) * n
     if weight.shape != (rows, n * hidden) or base.shape != (rows,) or scale.shape != (3,):
         raise ValueError(

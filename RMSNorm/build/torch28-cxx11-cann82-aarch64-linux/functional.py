@@ -34,7 +34,7 @@ def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor
         ``[..., H]`` in the dtype of ``hidden_states``.
 
     Raises:
-        ValueError: ``weight`` is not ``[H]``.
+        ValueError: ``weight`` is not ``[H]``, or on another device.
         TypeError: ``hidden_states`` or ``weight`` is not floating point.
     """
     _check(hidden_states, weight)
@@ -73,7 +73,7 @@ def zero_centered_rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) ->
         ``[..., H]`` in the dtype of ``hidden_states``.
 
     Raises:
-        ValueError: ``weight`` is not ``[H]``.
+        ValueError: ``weight`` is not ``[H]``, or on another device.
         TypeError: ``hidden_states`` or ``weight`` is not floating point.
     """
     _check(hidden_states, weight)
@@ -114,10 +114,10 @@ def add_rms_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: f
         The norm and the sum, ``[..., H]`` each, in the dtype that the sum has.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: shapes or devices do not fit.
         TypeError: an argument is not floating point.
     """
-    _check(hidden_states, weight)
+    _check(hidden_states, weight, residual)
     if residual.shape != hidden_states.shape:
         raise ValueError(
             f"add_rms_norm: residual {list(residual.shape)} must have the shape of hidden_states "
@@ -183,15 +183,21 @@ def _needs_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _check(hidden_states: Tensor, weight: Tensor | None) -> None:
+def check_tensors(**tensors: Tensor | None) -> None:
+    """Raise unless all tensors, by their names as arguments, are floating point and on one device."""
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in given.items():
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {tensor.dtype}")
+    if len({tensor.device for tensor in given.values()}) > 1:
+        found = ", ".join(f"{name} on {tensor.device}" for name, tensor in given.items())
+        raise ValueError(f"all tensors must be on one device, got {found}")
+
+
+def _check(hidden_states: Tensor, weight: Tensor | None, residual: Tensor | None = None) -> None:
     """Raise what the functions here say of arguments that do not fit."""
-    if not hidden_states.is_floating_point():
-        raise TypeError(f"hidden_states must be floating point, got {hidden_states.dtype}")
-    if weight is None:
-        return
-    if not weight.is_floating_point():
-        raise TypeError(f"weight must be floating point, got {weight.dtype}")
-    if weight.shape != hidden_states.shape[-1:]:
+    check_tensors(hidden_states=hidden_states, residual=residual, weight=weight)
+    if weight is not None and weight.shape != hidden_states.shape[-1:]:
         raise ValueError(
             f"weight {list(weight.shape)} must have the size of the last dimension of hidden_states "
             f"{list(hidden_states.shape)}"

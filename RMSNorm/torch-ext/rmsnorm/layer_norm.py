@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from .derivatives import gradients
 from .distributed import is_distributed
+from .functional import check_tensors
 from .transforms import is_transformed
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -32,8 +33,10 @@ def layer_norm(hidden_states: Tensor, weight: Tensor | None, bias: Tensor | None
         ``[..., H]`` in the dtype of ``hidden_states``.
 
     Raises:
-        ValueError: a weight or bias does not broadcast to ``hidden_states``.
+        ValueError: a weight or bias does not broadcast to ``hidden_states``, or is on another device.
+        TypeError: an argument is not floating point.
     """
+    check_tensors(hidden_states=hidden_states, weight=weight, bias=bias)
     dtype, size = hidden_states.dtype, hidden_states.shape[-1:]
     _check("weight", weight, hidden_states)
     _check("bias", bias, hidden_states)
@@ -63,8 +66,13 @@ def add_layer_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, bias
 
     Returns:
         ``[..., H]`` in the dtype of ``hidden_states``.
+
+    Raises:
+        ValueError: shapes or devices do not fit.
+        TypeError: an argument is not floating point.
     """
     if not takes_sum(hidden_states, residual, weight, bias):
+        _check_sum(hidden_states, residual, weight, bias)
         return F.layer_norm(hidden_states + residual, weight.shape, weight, bias, eps)
     inputs = hidden_states, residual, weight, bias
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
@@ -79,6 +87,7 @@ def takes_sum(hidden_states: Tensor, residual: Tensor, weight: Tensor, bias: Ten
         hidden_states.device.type == "npu"
         and dtype in _FUSED_DTYPES
         and dtype is residual.dtype is weight.dtype is bias.dtype
+        and hidden_states.device == residual.device == weight.device == bias.device
         and hidden_states.shape == residual.shape
         and 2 <= hidden_states.dim() <= 8
         and hidden_states.numel() > 0
@@ -124,6 +133,18 @@ class _AddLayerNorm(torch.autograd.Function):
             d_weight if needs_weight else None,
             d_bias if needs_bias else None,
             None,
+        )
+
+
+def _check_sum(hidden_states: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> None:
+    """Raise what :func:`add_layer_norm` says of arguments that do not fit."""
+    check_tensors(hidden_states=hidden_states, residual=residual, weight=weight, bias=bias)
+    size = hidden_states.shape[-1:]
+    if residual.shape != hidden_states.shape or not weight.shape == bias.shape == size:
+        shapes = [list(tensor.shape) for tensor in (hidden_states, residual, weight, bias)]
+        raise ValueError(
+            "add_layer_norm: residual must have the shape of hidden_states [..., H], and weight and bias must be [H], "
+            f"got hidden_states {shapes[0]}, residual {shapes[1]}, weight {shapes[2]} and bias {shapes[3]}"
         )
 
 

@@ -76,6 +76,8 @@ def check(cos: Tensor, sin: Tensor, times: int = 1, partial: bool = False, **rot
             raise TypeError(f"{name} {list(tensor.shape)} must be floating point, got {tensor.dtype}")
         if tensor.device != cos.device:
             raise ValueError(f"{name} {list(tensor.shape)} is on {tensor.device}, cos on {cos.device}: use one device")
+        if not tensor.dim():
+            raise ValueError(f"{name} must have a head size, got a tensor of no dimension")
     if sin.shape != cos.shape:
         raise ValueError(f"sin {list(sin.shape)} must have the shape of cos {list(cos.shape)}")
     width = cos.shape[-1] * times
@@ -113,6 +115,8 @@ def _times(x: Tensor, factors: Tensor) -> Tensor:
 
 def _rotate_in_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Compute the same formula in torch, for what the operator does not take."""
+    if any(a != b and 1 not in (a, b) for a, b in zip(reversed(x.shape), reversed(cos.shape))):
+        raise ValueError(f"cos and sin must broadcast to what is rotated, got {list(cos.shape)} and {list(x.shape)}")
     return x * cos + _turned(x, interleaved) * sin
 
 

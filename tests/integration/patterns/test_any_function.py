@@ -1,13 +1,15 @@
-"""What every function of the kernels does, whatever it computes: on the host, in any layout, and with no wait.
+"""What every function of the kernels does, whatever it computes: where it is called, in any layout, and with no wait.
 
 Results and gradients are those of the formula that selftest has of it, in float64, within its tolerance.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import softnpu
 from kernels_ext_npu.measuring.distance import tensors
@@ -19,13 +21,11 @@ FUNCTIONS = {function.name: function for function in functions.FUNCTIONS if not 
 # operators themselves, of one dtype and layout, and what computes nothing elsewhere
 OPERATORS = {"GmmFunction", "HybridGmmFunction"}
 NPU_ONLY = OPERATORS | {"lora_pair"}
-# nodes whose gradients are float32, and what meets masks in it
-NODES = {"softmax_top_k", "selective_scan_fn", "linear_recurrence", "chunk_gated_delta_rule", "chunk_kda"}
-NO_FLOAT64 = NPU_ONLY | NODES | {"attend_chosen", "attention_mask"}
-# what leaves it to torch to say that there are no such integers, or takes them
-ANY_DTYPE = OPERATORS | {"top_k_keys", "attend_chosen", "attention_forward", "attention_mask"}
-ANY_DTYPE |= {"layer_norm", "add_layer_norm", "causal_conv1d_fn", "causal_conv1d_update", "patch_embedding"}
-ANY_DTYPE |= {"linear", "linears", "lora_linear", "lora_linears", "lora_pair", "linear_recurrence"}
+# what leaves it to torch to say what it multiplies
+PRODUCTS = OPERATORS | {"linear", "linears", "lora_pair", "patch_embedding"}
+# whose integers meet something else before them: a product with a mask, the sigmoid of a decay
+ANY_DTYPE = PRODUCTS | {"attention_mask", "linear_recurrence"}
+ANY_DEVICE = PRODUCTS | {"lora_linear", "lora_linears", "attention_mask", "top_k_keys", "attend_chosen"}
 
 
 def each_function(*but: str) -> pytest.MarkDecorator:
@@ -42,7 +42,7 @@ def test_on_the_host_it_is_the_same_in_torch(name: str) -> None:
     assert_agrees(FUNCTIONS[name], device="cpu")
 
 
-@each_function(*NO_FLOAT64)
+@each_function(*NPU_ONLY, "attention_mask")
 def test_float64_is_taken(name: str) -> None:
     """To float32, in which operators of the device compute."""
     assert_agrees(FUNCTIONS[name], torch.float64)
@@ -58,6 +58,41 @@ def turned(x: Tensor) -> Tensor:
 def test_tensors_may_lie_in_any_order(name: str) -> None:
     function = FUNCTIONS[name]
     assert_agrees(replace(function, call=lambda f, *given: function.call(f, *map(turned, given))))
+
+
+@each_function(*OPERATORS)
+def test_checkpoints_compute_it_again(name: str) -> None:
+    function = FUNCTIONS[name]
+    assert_agrees(replace(function, call=lambda f, *given: checkpoint(function.call, f, *given, use_reentrant=False)))
+
+
+@each_function()
+def test_results_may_be_written_to(name: str) -> None:
+    """What autograd lets nobody write to is a view that a node of ours gives."""
+    function = FUNCTIONS[name]
+    leaves = [t.npu().requires_grad_(t.is_floating_point()) for t in function.arguments()]
+    for y in tensors(function.call(getattr(kernel(function.repository), name), *leaves)):
+        y.mul_(1)
+
+
+@each_function()
+def test_each_argument_may_be_the_only_one_with_a_gradient(name: str) -> None:
+    function = FUNCTIONS[name]
+    call, given = partial(function.call, getattr(kernel(function.repository), name)), function.arguments()
+    expected = comparing.results(call, comparing.moved(given)).gradients
+    for i, gradient in zip([i for i, t in enumerate(given) if t.is_floating_point()], expected):
+        leaves = [t.npu().requires_grad_(j == i) for j, t in enumerate(given)]
+        trained = [y for y in tensors(call(*leaves)) if y.requires_grad]
+        torch.autograd.backward(trained, [torch.linspace(-1, 1, y.numel()).view(y.shape).to(y) for y in trained])
+        torch.testing.assert_close(leaves[i].grad, gradient)
+
+
+@each_function(*NPU_ONLY)
+def test_on_the_meta_device_results_have_their_shapes(name: str) -> None:
+    function = FUNCTIONS[name]
+    call, given = partial(function.call, getattr(kernel(function.repository), name)), function.arguments()
+    there, here = (tensors(call(*comparing.moved(given, device))) for device in ("meta", "npu"))
+    assert [(y.shape, y.dtype) for y in there] == [(y.shape, y.dtype) for y in here]
 
 
 @each_function()
@@ -80,3 +115,12 @@ def test_integers_are_refused_by_the_name_of_what_has_to_be_floating_point(name:
     first, *others = function.arguments()
     with pytest.raises(TypeError, match=r"floating"):
         function.call(getattr(kernel(function.repository), name), first.long(), *others)
+
+
+@each_function(*ANY_DEVICE)
+def test_tensors_on_several_devices_are_refused(name: str) -> None:
+    function = FUNCTIONS[name]
+    *others, last = function.arguments()
+    if others:
+        with pytest.raises(ValueError, match=r"device|must be on"):
+            function.call(getattr(kernel(function.repository), name), *comparing.moved(others), last)

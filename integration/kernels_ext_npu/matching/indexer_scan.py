@@ -107,13 +107,12 @@ def _written(cls: type) -> FunctionType | None:
 
 
 def _tree(forward: FunctionType | None, attribute: str) -> ast.FunctionDef | None:
-    """Return the tree of a forward that reads an attribute, without the decorator of indexers; None of others."""
+    """Return the tree of a forward that reads an attribute, at most with the decorator of indexers; None of others."""
     if forward is None or attribute not in forward.__code__.co_names or forward.__code__.co_freevars:
         return None
     tree = function_tree(forward) if forward.__globals__.get("torch") is torch else None
     if tree is None or [ast.unparse(decorator) for decorator in tree.decorator_list] not in ([], ["torch.no_grad()"]):
         return None
-    tree.decorator_list = []
     return tree
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import re
 from functools import cache
-from types import CellType, FunctionType
+from types import FunctionType
 
 from kernels_ext_npu.matching.source_tree import function_tree, maker
 
@@ -47,8 +47,7 @@ def without_repeats(forward: object, rules: frozenset[str]) -> FunctionType | No
         found = _REPEATS.fullmatch(ast.unparse(statement))
         if found is not None and _are_handed_on(tree.body[place + 1 :], found, rules):
             tree.body[place] = ast.copy_location(ast.Pass(), statement)
-            tree.decorator_list = []
-            return _decorated(maker(tree, written, ())(), written, forward)
+            return maker(tree, written, ())()
     return None
 
 
@@ -64,16 +63,3 @@ def _are_handed_on(body: list[ast.stmt], found: re.Match[str], rules: frozenset[
         if isinstance(argument, ast.Name) and argument.id == name
     ]
     return bool(given) and len(named) == len(given)
-
-
-def _decorated(new: FunctionType, written: FunctionType, forward: FunctionType) -> FunctionType | None:
-    """Put what is around a forward as it was written around a new one; None where it does not hold that alone."""
-    if forward is written:
-        return new
-    cells = forward.__closure__ or ()
-    if [cell.cell_contents for cell in cells].count(written) != 1:
-        return None
-    closure = tuple(CellType(new) if cell.cell_contents is written else cell for cell in cells)
-    decorated = FunctionType(forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, closure)
-    decorated.__kwdefaults__ = forward.__kwdefaults__
-    return decorated

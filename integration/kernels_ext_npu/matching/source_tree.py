@@ -39,7 +39,7 @@ def function_source(function: FunctionType) -> str | None:
 
 
 def maker(tree: ast.FunctionDef, forward: FunctionType, names: Sequence[str]) -> Callable[..., FunctionType]:
-    """Compile a forward that was changed, over the globals of the old one, and with its defaults.
+    """Compile a forward that was changed, over the globals of the old one, with its defaults and below its decorators.
 
     What is returned gives it for values of the names that it reads beside its own and the globals, in their order.
     """
@@ -55,7 +55,8 @@ def maker(tree: ast.FunctionDef, forward: FunctionType, names: Sequence[str]) ->
 
     def make(*values: Any) -> FunctionType:
         new = function(*values)
-        new.__defaults__, new.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
+        written = inspect.unwrap(new)
+        written.__defaults__, written.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__  # type: ignore
         return new
 
     return make

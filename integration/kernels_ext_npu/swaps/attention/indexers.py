@@ -70,10 +70,8 @@ def among(mask: Tensor, indices: Tensor) -> Tensor:
 
 
 def _choose(ours: FunctionType, original: Callable, self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    if not (_is_on_npu(args, kwargs) and _stands_for(self)):
-        return original(self, *args, **kwargs)
-    with torch.no_grad():
-        return ours(self, *args, **kwargs)
+    forward = ours if _is_on_npu(args, kwargs) and _stands_for(self) else original
+    return forward(self, *args, **kwargs)
 
 
 def _hand_on(ours: FunctionType, original: Callable, self: nn.Module, *args: Any, **kwargs: Any) -> Any:

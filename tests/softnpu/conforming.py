@@ -1,7 +1,7 @@
 """Hold operators against the wheel: the shapes and dtypes of its own meta kernels, whatever strides arguments have.
 
-What a test of formulas calls is asked so behind it, once for the dtypes and ranks of its tensors; `SAMPLES` are calls
-of the operators that no such test calls.
+What a test of formulas calls is asked so behind it, once for the dtypes and ranks of its tensors and its other
+arguments. test_conformance.py has calls of the operators that no such test calls.
 """
 
 import re
@@ -57,7 +57,7 @@ WRONG_META: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 
 class Calls(TorchDispatchMode):
-    """Keeps what operators that have a formula are called with, one call for each dtype and rank of tensors."""
+    """Keeps what operators that have a formula are called with, one call of each kind."""
 
     known: set[tuple] = set()  # noqa: RUF012  of all tests of a process
 
@@ -67,9 +67,11 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = tensors((args, kwargs))
-        kind = operator.name(), *((tensor.dtype, tensor.dim()) for tensor in given)
-        if operator.name() not in NAMES or kind in self.known or not any(tensor.is_npu for tensor in given):
+        if operator.name() not in NAMES or not any(tensor.is_npu for tensor in tensors((args, kwargs))):
+            return operator(*args, **kwargs)
+        leaves = [(v.dtype, v.dim()) if isinstance(v, torch.Tensor) else v for v in tree_leaves((args, kwargs))]
+        kind = operator.name(), *leaves
+        if kind in self.known:
             return operator(*args, **kwargs)
         call = operator, copied(args), copied(kwargs)  # some write to their arguments
         result = operator(*args, **kwargs)

@@ -326,14 +326,16 @@ def replaced() -> dict[str, list[type[nn.Module]]]:
 
 @each_repository
 def test_layers_pass_kernels_own_validation(repository: Path) -> None:
-    """As `kernels` checks them before it swaps them in: against each class that they serve."""
+    """As `kernels` checks them before it swaps them in: against each class that they serve, and what they can do."""
     layers, classes = getattr(get_local_kernel(repository), "layers", None), replaced()
     found = vars(layers).items() if layers else ()
-    held = {name for name, layer in found if hasattr(layer, "has_backward") and name[0] != "_"}
+    held = {name for name, each in found if isinstance(each, type) and issubclass(each, nn.Module) and name[0] != "_"}
     assert held == {layer for layer, name in LAYERS.items() if name == repository.name}
-    for name in held:
-        for cls in classes[name]:
-            _validate_layer(check_cls=cls, cls=getattr(layers, name), repo=name)
+    for layer in (getattr(layers, name) for name in held):
+        assert layer.can_torch_compile
+        assert layer.has_backward
+        for cls in classes[layer.__name__]:
+            _validate_layer(check_cls=cls, cls=layer, repo=layer.__name__)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Attention in float64, for what operators of attention have to give."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,3 +42,37 @@ def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[
 def distance(s_q: int, s_k: int, shift: int = 0) -> Tensor:
     """Return how far a key is behind a query, ``[S_q, S_k]``."""
     return torch.arange(s_k) - torch.arange(s_q).unsqueeze(-1) - shift
+
+
+def sequences(q_lengths, k_lengths, hidden=None, before=None, behind=None) -> Callable[..., Tensor]:
+    """Return the truth for TND: ``hidden`` and the biases are functions of a sequence's number."""
+
+    def expected(q, k, v, q_rope=None, k_rope=None) -> Tensor:
+        if q_rope is not None:
+            q, k = torch.cat([q, q_rope], -1), torch.cat([k, k_rope], -1)
+        parts = []
+        splits = zip(q.split(q_lengths), k.split(k_lengths), v.split(k_lengths))
+        for i, (a, b, c) in enumerate(splits):
+            extra = [f(i) if f else default for f, default in ((hidden, None), (before, 0), (behind, 0))]
+            parts.append(attend(*(t.transpose(0, 1) for t in (a, b, c)), *extra)[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    return expected
+
+
+def moved(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.npu() if isinstance(value, Tensor) else value for name, value in options.items()}
+
+
+def compare(
+    call: Callable[..., Tensor], formula: Callable[..., Tensor], tensors: list[Tensor], tolerance: float
+) -> None:
+    """Compare a result and its gradients with those of a formula in float64; these are of four products more."""
+    inputs, leaves = ([move(t).requires_grad_() for t in tensors] for move in (Tensor.npu, Tensor.double))
+    found, expected = call(*inputs), formula(*leaves)
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+    grad = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+    found.backward(grad.to(found))
+    expected.backward(grad.double())
+    for tensor, leaf in zip(inputs, leaves):
+        torch.testing.assert_close(tensor.grad.cpu().double(), leaf.grad, rtol=tolerance, atol=4 * tolerance)

@@ -1,75 +1,91 @@
 """Every formula against the wheel: the parameters of its schema, the shapes and dtypes of its own meta kernel.
 
-The list of formulas is the registry of softnpu; a formula fails that has no samples here, and is in no case of
-test_formulas.py.
+The list of formulas is the registry of softnpu, and conforming.py asks what tests call of them. A formula fails that no
+test of formulas names, and that has no samples here.
 """
 
 import inspect
 import re
-from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+import torch_npu
 
-import softnpu
 from softnpu.aten_missing_on_cpu import FORMULAS as ATEN
 from softnpu.formulas import COMPOSED, FORMAT_CASTS, NATIVE
 from softnpu.formulas import FORMULAS as NPU
 from softnpu.out_of_reach import REFUSED
-from tests.softnpu.conformance_samples import SAMPLES, rows
-from tests.softnpu.formula_cases import CASES
+from tests.softnpu.conforming import ALL, assert_conforms, moved
 
-# returns seed and offset of the dropout mask as CPU tensors outside of graph capture, as op-plugin documents
-RETURNS_HOST_TENSORS = {"npu_fusion_attention_v3", "npu_fusion_attention_v3.out"}
-# operators whose meta kernel raises
-BROKEN_META = {
-    "baddbmm.dtype",  # torch's own takes out_dtype for beta
-    "npu_fusion_attention_grad_v2",  # torch_npu's makes tensors like the list [0]
-    "npu_geglu_grad",  # torch_npu's has no defaults for dim and approximate, and returns two tensors for one
-}
-
-
+HALF = torch.bfloat16
 # lengths of the CPU and an input of the device, and from the one to the other: test_host_execution.py
 OF_TWO_DEVICES = {"_pack_padded_sequence", "_copy_from_and_resize"}
-# operators whose meta kernel gives other shapes or dtypes than op-plugin allocates
-OTHER_RESULTS = {
-    "npu_cross_entropy_loss",  # zloss and what its gradient needs, where op-plugin makes them empty
-    "npu_deep_norm_backward",  # gradients of parameters in their dtype, where they are float32
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.linspace(0.1, 1, torch.Size(shape).numel()).view(shape).to(dtype)
+
+
+def halves(*shapes: tuple[int, ...]) -> tuple:
+    return tuple(rows(*shape, dtype=HALF) for shape in shapes)
+
+
+IDS = torch.tensor([0, 2, 2, 1])
+SLOTS = torch.tensor([0, 2, 3, 1], dtype=torch.int32)
+MAP = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]], dtype=torch.bool)
+MAPPED = torch.tensor([0, 2, 3, 4, 1, 5], dtype=torch.int32)
+X, PAIR = rows(2, 3), (rows(2, 3), halves((2, 3))[0])
+INFERENCE = halves((2, 3, 256), (2, 5, 256), (2, 5, 256)), {"input_layout": "BSH", "num_query_heads": 4}
+HEADS, KEYS, STATISTICS = rows(2, 4, 3, 8), rows(2, 2, 5, 8), rows(2, 4, 3, 8)
+SAVED = {"softmax_max": STATISTICS, "softmax_sum": STATISTICS, "attention_in": HEADS}
+BACKWARD = (HEADS, KEYS, KEYS, HEADS, 4, "BNSD")
+# calls of operators that no test of formulas calls
+SAMPLES: dict[str, list[tuple[tuple, dict]]] = {
+    "npu_fused_infer_attention_score_v2.out": [
+        (INFERENCE[0], INFERENCE[1] | {"out": [torch.empty(2, 3, 256, dtype=HALF), torch.empty(0)]})
+    ],
+    "_npu_fused_infer_attention_score_v2_get_max_workspace": [INFERENCE],
+    "_npu_fused_infer_attention_score_v2_infer_output": [
+        (halves((5, 4, 64), (6, 4, 64)), {"num_query_heads": 4, "input_layout": "TND", "return_softmax_lse": True}),
+    ],
+    "npu_fusion_attention_grad_v3.out": [(BACKWARD, SAVED | {"out": [rows(2, 4, 3, 8), *[rows(2, 2, 5, 8)] * 2]})],
+    "_npu_fusion_attention_grad_v3_get_max_workspace": [(BACKWARD, SAVED)],
+    "_npu_fusion_attention_grad_v3_infer_output": [(BACKWARD[:3], {})],
+    "npu_fused_linear_online_max_sum": [  # has no meta kernel
+        ((*halves((9, 8), (20, 8)), torch.arange(15, 24), 16, 20, is_returned), {}) for is_returned in (True, False)
+    ],
+    "npu_moe_token_unpermute": [((rows(4, 8), SLOTS, rows(2, 2)), {}), ((*halves((4, 8)), SLOTS), {})],
+    "npu_moe_token_unpermute_with_routing_map": [((rows(6, 8), MAPPED, [3, 8]), {"routing_map": MAP})],
+    "npu_dtype_cast": [((rows(3), 15), {}), ((rows(3, dtype=HALF), 6), {"input_dtype": 15})],
+    **{f"{name}npu_dtype_cast_backward": [((rows(3, dtype=HALF), torch.float32), {})] for name in ("", "_")},
+    "l1_loss_backward": [((X, X, X, 0), {}), ((rows(1)[0], X, X, 1), {})],
+    **{f"{name}_backward": [((X, X, X, 0), {"log_target": True})] for name in ("kl_div", "kl_div_target")},
+    "npu_binary_cross_entropy_with_logits_backward": [((X, X, X, None, rows(3), 0), {})],
+    "repeat_interleave_backward_int": [((rows(4, 3), X, 2, 0), {}), ((rows(12), X, 2), {})],
+    "repeat_interleave_backward_tensor": [((rows(4, 3), X, torch.tensor([1, 3]), 0), {})],
+    "npu_renorm_backward": [((rows(3, 4), rows(3, 4), 2.0, 0, 0.5), {})],
+    "matmul_double_backward": [((X, rows(3, 4), rows(2, 4), X, rows(3, 4), [True] * 3), {})],
+    "matmul_backward": [((rows(2, 4), X, rows(3, 4), [True, True]), {}), ((rows(2), X, rows(3), [True] * 2), {})],
+    "batch_norm_elemt.out": [((rows(2, 3, 4), None, None, rows(3), rows(3), 1e-5), {"out": torch.empty(2, 3, 4)})],
+    "histc": [((IDS,), {"bins": 4, "max": 3})],
+    "histc.out": [((IDS, 4, 0, 3), {"out": torch.empty(4, dtype=torch.int64)})],
+    "mm.dtype": [((*halves((2, 3), (3, 4)), torch.float32), {})],
+    "bmm.dtype": [((*halves((2, 2, 3), (2, 3, 4)), torch.float32), {})],
+    "addmm.dtype": [((rows(4), *halves((2, 3), (3, 4)), torch.float32), {"beta": 2})],
+    "baddbmm.dtype": [((rows(2, 2, 4), *halves((2, 2, 3), (2, 3, 4)), torch.float32), {})],
+    "_thnn_fused_lstm_cell": [((rows(2, 12), rows(2, 12), X, rows(12), rows(12)), {})],
+    "_thnn_fused_lstm_cell_backward_impl": [((X, X, X, X, rows(2, 12), True), {})],
+    "put_": [((X, torch.tensor([0, 4]), rows(2)), {}), ((X, torch.tensor([4]), rows(1), True), {})],
 }
-# files of formulas in which torch's own dtypes hold
-OF_ANY_DTYPE = {"aten_gradients", "batch_norm", "cast", "layouts"}
-ALL = {**{name: f"npu::{name}" for name in NPU}, **{name: f"aten::{name}" for name in ATEN}}
-
-
-class Recording(TorchDispatchMode):
-    """Keep what operators of torch_npu are called with, by their names: one call for each dtype and rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[str, dict[tuple, tuple[tuple, dict]]] = {}
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = operator.name().removeprefix("npu::")
-        if name in NPU:
-            kind = tuple((tensor.dtype, tensor.dim()) for tensor in tensors((args, kwargs)))
-            self.calls.setdefault(name, {}).setdefault(kind, (move(args, "cpu"), move(kwargs, "cpu")))
-        return operator(*args, **kwargs)
-
-
-@cache
-def samples() -> dict[str, list[tuple[tuple, dict]]]:
-    """Return the samples of each operator: those listed, and what the cases of test_formulas.py call it with."""
-    with Recording() as recording:
-        for case in CASES.values():
-            for dtypes in case.dtypes:
-                leaves = [t.npu().requires_grad_(case.gradients is not None) for t in case.drawn(dtypes)]
-                results = tensors(case.call(*leaves))
-                if case.gradients is not None:
-                    torch.autograd.backward([results[i] for i in case.of], [results[i].detach() for i in case.of])
-    return {name: [*SAMPLES.get(name, []), *recording.calls.get(name, {}).values()] for name in ALL}
+for name in ("_softmax", "_log_softmax"):
+    out = "grad_input" if name == "_softmax" else "out"
+    SAMPLES |= {
+        name: [((x, 1, False), {}) for x in PAIR],
+        f"{name}.out": [((X, 1, False), {"out": torch.empty(2, 3)})],
+        f"{name}_backward_data": [((X, X, 1, torch.float32), {})],
+        f"{name}_backward_data.out": [((X, X, 1, torch.float32), {out: torch.empty(2, 3)})],
+    }
 
 
 def overload(name: str) -> torch._ops.OpOverload:
@@ -93,74 +109,19 @@ def test_parameters_are_those_of_the_schema(name: str) -> None:
                 assert parameters[argument.name].default == argument.default_value
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_results_have_the_shapes_and_dtypes_of_the_meta_kernel(name: str) -> None:
-    op = overload(name)
-    keys = ("Meta", "CompositeExplicitAutograd") if name not in BROKEN_META else ()
-    has_meta = any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in keys)
-    differing = []
-    for args, kwargs in samples()[name]:
-        found = op(*move(args, "npu"), **move(kwargs, "npu"))
-        assert all(t.device.type == "npu" for t in tensors(found)) or name in RETURNS_HOST_TENSORS
-        if has_meta:
-            expected = op(*move(args, "meta"), **move(kwargs, "meta"))
-            differing += [(args, kwargs)] * (described(found) != described(expected))
-    assert bool(differing) is (name in OTHER_RESULTS), differing
+@pytest.mark.parametrize("name", SAMPLES)
+def test_shapes_dtypes_and_strides_are_those_of_the_wheel(name: str) -> None:
+    for args, kwargs in SAMPLES[name]:
+        assert_conforms(overload(name), moved(args, "npu"), moved(kwargs, "npu"))
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_strides_of_arguments_change_no_value_and_results_are_contiguous(name: str) -> None:
-    """op-plugin allocates them so. Meta kernels that report an argument's strides are wrong about the device.
-
-    Values are the same but for sums in another order, in norm: some cancel, and some are of numbers with 8 bits.
-    """
-    for args, kwargs in samples()[name]:
-        given = tree_map(lambda v: strided(v.to("npu")) if isinstance(v, torch.Tensor) else v, (args, kwargs))
-        own = {id(t) for t in tensors(given)}
-        results = []
-        with softnpu.poisoned_memory():
-            for args_here, kwargs_here in (given, (move(args, "npu"), move(kwargs, "npu"))):
-                torch.npu.manual_seed(0)
-                try:
-                    results.append(tensors(overload(name)(*args_here, **kwargs_here)))
-                except RuntimeError as refusal:
-                    if re.search("contiguous|transposed", str(refusal)):
-                        break
-                    raise
-        for found, expected in zip(*results) if len(results) == 2 else ():
-            assert found.is_contiguous() or id(found) in own
-            if found.device.type == "npu" and found.dim():  # a scalar may be one that nobody writes
-                assert torch.equal(found.isnan(), expected.isnan())
-                found, expected = (t.nan_to_num().double().cpu() for t in (found, expected))
-                assert (found - expected).norm() <= 2.0**-7 * expected.norm()
-
-
-@pytest.mark.parametrize("name", NPU)
-def test_dtypes_that_an_operator_has_not_are_refused_by_its_name(name: str) -> None:
-    args, kwargs = tree_map(
-        lambda v: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v, samples()[name][0]
-    )
-    given = move(args, "npu"), move(kwargs, "npu")
-    allocates = name.endswith(("_get_max_workspace", "_infer_output", "gen_mask.Tensor"))
-    takes_any = allocates or NPU[name].__module__.rpartition(".")[2] in OF_ANY_DTYPE
-    if takes_any or not any(t.is_floating_point() for t in tensors(given)):
-        overload(name)(*given[0], **given[1])
-        return
-    with pytest.raises((RuntimeError, NotImplementedError), match=name.partition(".")[0].strip("_")):
-        overload(name)(*given[0], **given[1])
-
-
-@pytest.mark.parametrize("name", sorted(BROKEN_META))
-def test_broken_meta_kernels_are_still_broken(name: str) -> None:
-    """One that is repaired belongs to the comparison above."""
-    for args, kwargs in samples()[name]:
-        with pytest.raises((RuntimeError, TypeError)):
-            overload(name)(*move(args, "meta"), **move(kwargs, "meta"))
-
-
-def test_every_formula_has_samples() -> None:
+def test_every_formula_has_samples_or_a_test() -> None:
+    """Which names it, or what it is the gradient of."""
     assert SAMPLES.keys() <= ALL.keys()
-    assert {name for name, given in samples().items() if not given} == OF_TWO_DEVICES
+    tests = "\n".join(path.read_text() for path in Path(__file__).parent.glob("*formula*.py"))
+    named = {word.strip("_") for word in re.findall(r"\w+", tests)}
+    others = {name.partition(".")[0].strip("_") for name in ALL.keys() - SAMPLES.keys() - OF_TWO_DEVICES}
+    assert {name for name in others if not {name, re.split("_backward|_grad", name)[0]} & named} == set()
 
 
 def test_every_operator_without_a_formula_is_refused_with_one_reason() -> None:
@@ -174,22 +135,4 @@ def test_every_operator_without_a_formula_is_refused_with_one_reason() -> None:
 
 def test_a_refusal_says_why() -> None:
     with pytest.raises(NotImplementedError, match=r"npu::npu_prefetch: .*reads or changes the state of a card"):
-        torch.ops.npu.npu_prefetch(rows(2).to("npu"), None, 8)
-
-
-def move(values, device: str):
-    return tree_map(lambda v: v.detach().to(device) if isinstance(v, torch.Tensor) else v, values)
-
-
-def strided(tensor: torch.Tensor) -> torch.Tensor:
-    """Lay the same values out with the dimensions in the opposite order."""
-    order = range(tensor.dim() - 1, -1, -1)
-    return tensor.permute(*order).contiguous().permute(*order) if tensor.dim() > 1 else tensor
-
-
-def tensors(values) -> list[torch.Tensor]:
-    return [v for v in tree_leaves(values) if isinstance(v, torch.Tensor)]
-
-
-def described(values) -> list[tuple]:
-    return [(list(t.shape), t.dtype) for t in tensors(values)]
+        torch_npu.npu_prefetch(rows(2).to("npu"), None, 8)

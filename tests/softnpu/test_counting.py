@@ -103,12 +103,3 @@ def test_calls_are_counted_by_name_and_reset(x: torch.Tensor) -> None:
     assert counters.keys() == {"npu_rms_norm", "add", "ones", *WAITS}
     softnpu.reset_counters()
     assert softnpu.counters() == dict.fromkeys(WAITS, 0)
-
-
-def test_gradients_are_torch_npus_own_formulas(x: torch.Tensor) -> None:
-    weight = torch.ones(2, device="npu", requires_grad=True)
-    y = torch_npu.npu_rms_norm(x.requires_grad_(), weight, 1e-6)[0]
-    assert type(y.grad_fn).__name__ == "NpuRmsNormBackward0"
-    softnpu.reset_counters()
-    y.sum().backward()
-    assert softnpu.counters()["npu_rms_norm_backward"] == 1

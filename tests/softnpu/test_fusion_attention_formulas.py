@@ -1,5 +1,6 @@
 """npu_fusion_attention against attention in float64, its gradients against autograd through that."""
 
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch_npu
 from torch.nn import functional as F
 
 import softnpu
-from tests.softnpu.exact_attention import TRIANGLE, attend
+from tests.softnpu.exact_attention import TRIANGLE, attend, compare, distance, moved, sequences
 
 SCALE = 0.3
 
@@ -20,21 +21,8 @@ def drawn(dtype=torch.float32, b=2, n=4, n_kv=2, s_q=5, s_k=7, d=16, d_v=16) -> 
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
-def on_device(tensors, **options):
-    tensors = [t.detach().to("npu").requires_grad_() for t in tensors]
-    options = {k: v.to("npu") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    out = torch_npu.npu_fusion_attention_v3(*tensors, 4, "BNSD", scale=SCALE, **options)[0]
-    return out, tensors
-
-
-def check(found, tensors, expected, leaves, tolerance) -> None:
-    torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
-    grad = torch.linspace(-1, 1, expected.numel()).view_as(expected)
-    found.backward(grad.to(found))
-    expected.backward(grad.double())
-    for tensor, leaf in zip(tensors, leaves):
-        scale = leaf.grad.abs().max().item()
-        torch.testing.assert_close(tensor.grad.cpu().double(), leaf.grad, rtol=0, atol=4 * tolerance * max(scale, 1))
+def attention(*tensors: torch.Tensor, **options) -> torch.Tensor:
+    return torch_npu.npu_fusion_attention_v3(*tensors, 4, "BNSD", scale=SCALE, **moved(options))[0]
 
 
 # float32 sums of up to 16 terms; bfloat16 rounds q·k inputs, the weights and the result: a few times 2^-8
@@ -64,9 +52,7 @@ def test_forward_and_gradients(dtype, s_q, s_k, mode) -> None:
     elif mode == "pse":
         pse = torch.randn(2, 4, s_q, s_k).to(dtype)
         options = {"pse": pse}
-    found, inputs = on_device(tensors, **options)
-    leaves = [t.double().requires_grad_() for t in tensors]
-    check(found, inputs, attend(*leaves, hidden, pse)[0], leaves, TOLERANCE[dtype])
+    compare(partial(attention, **options), lambda *t: attend(*t, hidden, pse)[0], tensors, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("layout", ["BSND", "BSH", "SBH"])
@@ -77,38 +63,28 @@ def test_layouts(layout) -> None:
             return t
         return t.flatten(2) if layout == "BSH" else t.flatten(2).transpose(0, 1)
 
-    tensors = drawn()
-    inputs = [arrange(t).to("npu").requires_grad_() for t in tensors]
-    found = torch_npu.npu_fusion_attention(*inputs, 4, layout, scale=SCALE)[0]
-    leaves = [arrange(t).double().requires_grad_() for t in tensors]
-    truth = [t.double().requires_grad_() for t in tensors]
-    expected = arrange(attend(*truth)[0])
-    torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-6, atol=2e-6)
-    grad = torch.randn(expected.shape)
-    found.backward(grad.to("npu"))
-    expected.backward(grad.double())
-    for tensor, leaf, reference in zip(inputs, leaves, truth):
-        assert tensor.grad.shape == leaf.shape
-        torch.testing.assert_close(tensor.grad.cpu().double(), arrange(reference.grad), rtol=1e-5, atol=1e-5)
+    compare(
+        lambda *t: torch_npu.npu_fusion_attention(*map(arrange, t), 4, layout, scale=SCALE)[0],
+        lambda *t: arrange(attend(*t)[0]),
+        drawn(),
+        TOLERANCE[torch.float32],
+    )
 
 
 def test_sequences_of_several_lengths_in_one_tensor() -> None:
     lengths = [3, 1, 4]
-    ends = [3, 4, 8]
-    q, k, v = (torch.randn(8, n, 16) for n in (4, 2, 2))
-    inputs = [t.to("npu").requires_grad_() for t in (q, k, v)]
-    out, maximum, total, *_ = torch_npu.npu_fusion_attention(
-        *inputs, 4, "TND", scale=SCALE, actual_seq_qlen=ends, actual_seq_kvlen=ends, atten_mask=TRIANGLE.to("npu"),
-        sparse_mode=3,
-    )  # fmt: skip
-    assert maximum.shape == total.shape == (8, 4, 8)
-    leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    parts = []
-    for pieces in zip(*(leaf.split(lengths) for leaf in leaves)):
-        size = pieces[0].shape[0]
-        hidden = torch.ones(size, size, dtype=torch.bool).triu(1)
-        parts.append(attend(*(p.transpose(0, 1) for p in pieces), hidden)[0].transpose(0, 1))
-    check(out, inputs, torch.cat(parts), leaves, 2e-6)
+    given = {
+        "actual_seq_qlen": [3, 4, 8],
+        "actual_seq_kvlen": [3, 4, 8],
+        "atten_mask": TRIANGLE.npu(),
+        "sparse_mode": 3,
+    }
+    compare(
+        lambda *t: torch_npu.npu_fusion_attention(*t, 4, "TND", scale=SCALE, **given)[0],
+        sequences(lengths, lengths, lambda i: distance(lengths[i], lengths[i]) > 0),
+        [torch.randn(8, n, 16) for n in (4, 2, 2)],
+        TOLERANCE[torch.float32],
+    )
 
 
 @pytest.mark.parametrize("layout", ["BNSD", "TND"])
@@ -222,12 +198,13 @@ def test_rows_that_see_nothing() -> None:
     hidden = torch.zeros(2, 1, 5, 7, dtype=torch.bool)
     hidden[0, 0, 2] = True
     expected, _ = attend(*tensors, hidden)
-    found, _ = on_device(tensors, atten_mask=hidden, inner_precise=2)
+    given = [t.npu() for t in tensors]
+    found = attention(*given, atten_mask=hidden, inner_precise=2)
     torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-6, atol=2e-6)
     with pytest.warns(UserWarning, match="nothing to attend to"):
-        found, _ = on_device(tensors, atten_mask=hidden)
+        found = attention(*given, atten_mask=hidden)
     torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-6, atol=2e-6)
     with softnpu.poisoned_memory(), pytest.warns(UserWarning, match="nothing to attend to"):
-        found, _ = on_device(tensors, atten_mask=hidden)
+        found = attention(*given, atten_mask=hidden)
     assert found[0, :, 2].isnan().all()
     assert not found[1].isnan().any()

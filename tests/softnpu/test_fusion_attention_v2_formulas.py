@@ -4,45 +4,21 @@ import pytest
 import torch
 import torch_npu
 
-from tests.softnpu.exact_attention import TRIANGLE, attend, distance, drawn
+from tests.softnpu.exact_attention import TRIANGLE, attend, compare, distance, drawn, moved, sequences
 
 RECTANGLE = (torch.arange(2048) >= 1024).expand(1024, 2048)
 SCALE = 0.3
 TOLERANCE = 5e-6  # float32 sums of up to 16 terms, and of up to 40 in gradients
 
 
-def check(tensors, names, layout, expected_of, **options) -> None:
-    """Compare the result and the gradients of ``tensors``, the first of them query, key and value."""
-    on_device = [t.to("npu").requires_grad_() for t in tensors]
-    options |= dict(zip(names, on_device[3:]))
-    options = {
-        k: v.to("npu") if isinstance(v, torch.Tensor) and v.device.type == "cpu" else v for k, v in options.items()
-    }
-    found = torch_npu.npu_fusion_attention_v2(*on_device[:3], 4, layout, scale=SCALE, **options)[0]
-    leaves = [t.double().requires_grad_() for t in tensors]
-    expected = expected_of(*leaves)
-    torch.testing.assert_close(found.cpu().double(), expected, rtol=TOLERANCE, atol=TOLERANCE)
-    grad = torch.linspace(-1, 1, expected.numel()).view_as(expected)
-    found.backward(grad.to("npu"))
-    expected.backward(grad.double())
-    for tensor, leaf in zip(on_device, leaves):
-        torch.testing.assert_close(tensor.grad.cpu().double(), leaf.grad, rtol=TOLERANCE, atol=4 * TOLERANCE)
+def check(tensors, names, layout, formula, **options) -> None:
+    """Compare a call with ``tensors``, the first of them query, key and value, the others of these names."""
 
+    def call(*given: torch.Tensor) -> torch.Tensor:
+        named = dict(zip(names, given[3:])) | moved(options)
+        return torch_npu.npu_fusion_attention_v2(*given[:3], 4, layout, scale=SCALE, **named)[0]
 
-def sequences(q_lengths, k_lengths, hidden=None, before=None, behind=None):
-    """Return the truth for TND: ``hidden`` and the biases are functions of a sequence's number."""
-
-    def expected(q, k, v, q_rope=None, k_rope=None) -> torch.Tensor:
-        if q_rope is not None:
-            q, k = torch.cat([q, q_rope], -1), torch.cat([k, k_rope], -1)
-        parts = []
-        splits = zip(q.split(q_lengths), k.split(k_lengths), v.split(k_lengths))
-        for i, (a, b, c) in enumerate(splits):
-            extra = [f(i) if f else default for f, default in ((hidden, None), (before, 0), (behind, 0))]
-            parts.append(attend(*(t.transpose(0, 1) for t in (a, b, c)), *extra)[0].transpose(0, 1))
-        return torch.cat(parts)
-
-    return expected
+    compare(call, formula, tensors, TOLERANCE)
 
 
 def ends(lengths) -> list[int]:

@@ -61,7 +61,6 @@ def test_rows_in_groups_times_one_weight(dtype, with_bias, kind, split_item) -> 
     x, weight = sample(M, K, dtype=dtype), sample(E, K, N, dtype=dtype)
     bias = sample(E, N, dtype=BIAS[dtype]) if with_bias else None
     y = by_rows([x], [weight], COUNTS, kind, npu(bias) if with_bias else None, split_item)
-    assert (y.dtype, y.shape, y.is_contiguous()) == (dtype, (M, N), True)
     for e, (part, out) in enumerate(zip(x.split(COUNTS), y.split(COUNTS))):
         assert_rounded_once(out, part, weight[e], None if bias is None else bias[e])
 
@@ -109,7 +108,6 @@ def test_parts_of_the_sum(dtype, counts, kind) -> None:
     x, grad = sample(M, K, dtype=dtype), sample(M, N, dtype=dtype)
     x[sum(counts) :] = torch.nan
     y = by_sum(x, grad, counts, kind)
-    assert (y.dtype, y.shape, y.is_contiguous()) == (dtype, (E, K, N), True)
     covered = sum(counts)
     for out, left, right in zip(y, x[:covered].split(counts), grad[:covered].split(counts)):
         assert_rounded_once(out, left.t(), right)

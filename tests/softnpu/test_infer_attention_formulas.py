@@ -8,7 +8,7 @@ import torch
 import torch_npu
 
 import softnpu
-from tests.softnpu.exact_attention import TRIANGLE, attend, distance, drawn
+from tests.softnpu.exact_attention import TRIANGLE, attend, distance, drawn, moved
 
 SCALE = 0.125
 # inputs are bfloat16 or float16; weights and result are rounded to it: a few times 2^-9 and 2^-12
@@ -17,10 +17,9 @@ exact = partial(attend, scale=SCALE)
 
 
 def fused(tensors, heads=4, kv_heads=2, layout="BNSD", **options):
-    options = {k: v.to("npu") if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     return torch_npu.npu_fused_infer_attention_score(
         *(t.to("npu") for t in tensors), num_heads=heads, num_key_value_heads=kv_heads, input_layout=layout,
-        scale=SCALE, **options,
+        scale=SCALE, **moved(options),
     )  # fmt: skip
 
 

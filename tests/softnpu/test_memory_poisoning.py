@@ -39,14 +39,6 @@ def test_strides_and_layouts_stay_what_they_were() -> None:
     assert empty.shape == (0, 3)
 
 
-def test_results_of_operators_are_whole(poisoned_memory: None) -> None:
-    x = torch.randn(4, 4, device="npu", requires_grad=True)
-    loss = torch.nn.functional.layer_norm(x @ x, (4,)).square().sum()
-    loss.backward()
-    assert torch.isfinite(loss)
-    assert torch.isfinite(x.grad).all()
-
-
 def test_contexts_nest() -> None:
     with softnpu.poisoned_memory():
         with softnpu.poisoned_memory():

@@ -1,6 +1,6 @@
 """What operators refuse, as the device does: by their name, with the rule. Those for experts are beside their formulas.
 
-dtypes that an operator has in no form are refused in test_conformance.py.
+That no operator takes float64 is asked of each that a test of formulas calls: conforming.py.
 """
 
 import pytest

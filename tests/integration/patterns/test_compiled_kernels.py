@@ -3,7 +3,6 @@
 It gives what its formula gives in float64, and launches the operators that it launches without a graph.
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 import softnpu
-from kernels_ext_npu.catalogue import LAYERS, REPOSITORIES
+from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.selftest import comparing, functions
 from kernels_ext_npu.selftest.cases import Function, Layer
 from kernels_ext_npu.selftest.layers.layer_cases import CASES
@@ -58,15 +57,6 @@ def test_a_function_is_one_graph(function: Function, is_dynamic: bool) -> None:
     assert same.compare(kernel(function.repository), torch.float32).largest <= comparing.TOLERANCE[torch.float32]
     given = comparing.moved(function.arguments())
     assert operators(compiled, given) == operators(call, given)
-
-
-def test_all_layers_are_listed_and_say_that_they_compile_and_have_gradients() -> None:
-    for repository in REPOSITORIES:
-        layers = vars(getattr(kernel(repository), "layers", object))
-        defined = {name: each for name, each in layers.items() if inspect.isclass(each) and issubclass(each, nn.Module)}
-        public = {name for name in defined if not name.startswith("_")}
-        assert public == {name for name, of in LAYERS.items() if of == repository}
-        assert all(defined[name].can_torch_compile and defined[name].has_backward for name in public)
 
 
 def of_layers() -> list:

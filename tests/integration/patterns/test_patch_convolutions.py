@@ -70,11 +70,3 @@ def test_wrong_shapes_raise_what_a_convolution_raises(shape) -> None:
     ours = kernels_ext_npu.kernelize(nn.Sequential(nn.Conv2d(3, 8, 4, 4)).to("npu"))
     with pytest.raises(RuntimeError, match=r"(?i)input"):
         ours(torch.randn(shape).npu())
-
-
-def test_it_is_one_graph_when_compiled() -> None:
-    conv = nn.Conv2d(3, 8, 4, 4)
-    ours = kernels_ext_npu.kernelize(nn.Sequential(copy.deepcopy(conv)).to("npu"))
-    x = torch.randn(2, 3, 16, 16)
-    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
-    assert_near(compiled(x.npu()), conv(x))

@@ -217,7 +217,7 @@ def _refuse_optional_weight(module: nn.Module) -> str | None:
     return refuse_eps(module) if static_getattr(module, "weight") is None else refuse_weighted(module)
 
 
-def refuse_dimensions(module: nn.Module) -> str | None:
+def refuse_dimensions(module: Any) -> str | None:
     dimensions = len(module.normalized_shape)
     return None if dimensions == 1 else f"it norms over {dimensions} dimensions, the kernel over one"
 

@@ -249,7 +249,8 @@ def _dropout(module: nn.Module) -> float | nn.Module:
         return module
     if type(module) is nn.Identity:
         return 0.0
-    is_torchs = type(module) is nn.Dropout and nn.Dropout.forward is _DROPOUT and nn.Dropout.__call__ is CALL
-    if not is_torchs or module.inplace or module.p >= 1:
+    if type(module) is not nn.Dropout or nn.Dropout.forward is not _DROPOUT or nn.Dropout.__call__ is not CALL:
+        return module
+    if module.inplace or module.p >= 1:
         return module
     return module.p if module.training else 0.0

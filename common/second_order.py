@@ -63,7 +63,8 @@ def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> C
             found = backward(ctx, saved, *grads)
         if not torch.is_grad_enabled():
             return found
-        return _Refused.apply(f"a gradient of {type(ctx).__name__} has no derivative", found, *saved, *grads)
+        why = f"a gradient of {type(ctx).__name__} has no derivative here; the module's original forward has one"
+        return _Refused.apply(why, found, *saved, *grads)
 
     return refusing
 
@@ -73,7 +74,7 @@ class _Refused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, why: str, results: tuple[Tensor | None, ...], *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.why = f"{why}: the original forward of the module has"
+        ctx.why = why
         return results
 
     @staticmethod

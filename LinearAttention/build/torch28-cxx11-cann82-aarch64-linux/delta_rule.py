@@ -55,9 +55,7 @@ class _DeltaRule(torch.autograd.Function):
             flat = [tensor for part in kept for group in part for tensor in group]
             ctx.save_for_backward(query, key, g, beta, state, numbers, *(around.before for around in states), *flat)
             ctx.options, ctx.segments, ctx.shape, ctx.dtype = options, len(states), value.shape, value.dtype
-        if (
-            not torch.compiler.is_compiling() and out._is_view()
-        ):  # which autograd lets nobody write to where a node gives it
+        if not torch.compiler.is_compiling() and out._is_view():  # nobody could write to one that a node gives
             out = torch.ops.aten._unsafe_view(out, out.shape)
         everywhere = _all_of(states, wants_all)
         ctx.mark_non_differentiable(everywhere)

@@ -135,8 +135,8 @@ def test_segments_know_the_sequence_before_them(kernel: ModuleType, monkeypatch)
     ("options", "message"),
     [
         ({"cu_seqlens": torch.tensor([0, 4])}, "pack all sequences into one row"),
-        ({"seq_idx": torch.zeros(2, 5)}, "seq_idx"),
-        ({"seq_idx": torch.zeros(2, 4), "initial_state": torch.zeros(2, 1, 8, 8)}, "state of zeros"),
+        ({"seq_idx": torch.zeros(2, 5, dtype=torch.int32)}, "seq_idx"),
+        ({"seq_idx": torch.zeros(2, 4, dtype=torch.int32), "initial_state": torch.zeros(2, 1, 8, 8)}, "state of zeros"),
     ],
 )
 def test_what_packed_rows_cannot_have_is_refused(kernel: ModuleType, options: dict, message: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import in_torch, pieces
-from .derivatives import are_batched, gradients
+from .derivatives import by_formula, gradients
 from .head import logits_and_statistics
 from .objective import Gradient, Objective, statistics_dtype
 from .shard import Shard
@@ -73,7 +73,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         objective, shard, number, words = ctx.options
         needs = ctx.needs_input_grad[:3]
         nothing = None, None, None, None, None
-        if torch.is_grad_enabled() or are_batched(grad):
+        if torch.is_grad_enabled() or by_formula(grad):
             if shard is not None:
                 raise RuntimeError(
                     "linear_cross_entropy: no second derivative, nor several gradients at once, with a shard"

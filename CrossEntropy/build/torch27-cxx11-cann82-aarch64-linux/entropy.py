@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import in_torch, pieces
-from .derivatives import are_batched, gradients
+from .derivatives import by_formula, gradients
 from .linear import cut, gradients_of_head
 from .objective import Gradient, Objective
 
@@ -70,7 +70,7 @@ class LinearCrossEntropyWithEntropy(torch.autograd.Function):
         if grad is None and grad_entropy is None:
             return None, None, None, *nothing
         grad = torch.zeros_like(lse) if grad is None else grad
-        if torch.is_grad_enabled() or are_batched(grad, grad_entropy):
+        if torch.is_grad_enabled() or by_formula(grad, grad_entropy):
             both = torch.stack([grad, torch.zeros_like(grad) if grad_entropy is None else grad_entropy])
             found = gradients(
                 lambda h, w, b: torch.stack(in_torch.linear_loss_and_entropy(h, w, b, labels, objective)),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import in_torch, pieces
-from .derivatives import are_batched, gradients
+from .derivatives import by_formula, gradients
 from .objective import Objective
 
 
@@ -27,7 +27,7 @@ class CrossEntropy(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, None, None
         logits, labels, lse, picked = ctx.saved_tensors
-        if torch.is_grad_enabled() or are_batched(grad):
+        if torch.is_grad_enabled() or by_formula(grad):
             found = gradients(
                 lambda x: in_torch.loss(x, labels, ctx.objective), (logits,), ctx.needs_input_grad[:1], grad
             )

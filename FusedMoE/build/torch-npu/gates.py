@@ -27,7 +27,7 @@ from .clipped import (
     has_clipped_swiglu,
     launch_clipped_swiglu,
 )
-from .derivatives import are_batched, gradients
+from .derivatives import by_formula, gradients
 from .geglu import geglu_gradient, launch_geglu
 
 _CALL = nn.Module._wrapped_call_impl
@@ -115,7 +115,7 @@ class GateFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[None, Tensor]:
         (gate_up,) = ctx.saved_tensors
-        if (torch.is_grad_enabled() and not torch.compiler.is_compiling()) or are_batched(grad):
+        if by_formula(grad):
             return None, gradients(ctx.gate, (gate_up,), (True,), grad)[0]  # type: ignore[return-value]
         return None, ctx.gate.backward(grad.contiguous(), gate_up)
 

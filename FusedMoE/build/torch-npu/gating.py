@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .cann import CANN
-from .derivatives import are_batched, gradients
+from .derivatives import by_formula, gradients
 from .distributed import is_distributed
 from .transforms import is_transformed
 
@@ -108,9 +108,10 @@ def _check(logits: Tensor, bias: Tensor | None, gating: _Gating) -> None:
         raise TypeError(f"gating_top_k: logits must be floating point, got {logits.dtype}")
     if bias is not None and not bias.is_floating_point():
         raise TypeError(f"gating_top_k: bias must be floating point, got {bias.dtype}")
-    if bias is not None and (bias.shape != logits.shape[1:] or bias.device != logits.device):
-        found = f"{list(bias.shape)} on {bias.device}"
-        raise ValueError(f"gating_top_k: bias must be [{experts}] on {logits.device}, got {found}")
+    if bias is not None and bias.shape != logits.shape[1:]:
+        raise ValueError(f"gating_top_k: bias must be [{experts}], got {list(bias.shape)}")
+    if bias is not None and bias.device != logits.device:
+        raise ValueError(f"gating_top_k: bias must be on {logits.device}, got {bias.device}")
     for name, given, known in (
         ("scores", gating.scores, ("sigmoid", "softmax")),
         ("group_scores", gating.group_scores, ("two best", "best")),
@@ -239,7 +240,7 @@ class _GatingTopK(torch.autograd.Function):
             return None, None, None
         logits, experts, weights, scores = ctx.saved_tensors
         gating: _Gating = ctx.gating
-        if (torch.is_grad_enabled() and not torch.compiler.is_compiling()) or are_batched(grad):
+        if by_formula(grad):
             function = partial(_weights, experts=experts, gating=gating)
             return gradients(function, (logits,), (True,), grad)[0], None, None
         grad = grad if gating.scale == 1.0 else grad * gating.scale

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .cann import CANN
-from .derivatives import are_batched, gradients
+from .derivatives import by_formula, gradients
 from .in_torch import product_in_torch
 from .permutation import has_gradients
 
@@ -78,7 +78,7 @@ class GmmFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, counts, bias, tail = ctx.saved_tensors
-        if (torch.is_grad_enabled() and not torch.compiler.is_compiling()) or are_batched(grad):
+        if by_formula(grad):
             inputs = x, weight, counts, bias
             return *gradients(product_in_torch, inputs, ctx.needs_input_grad[:4], grad), None
         needs_x, needs_weight, _, needs_bias, _ = ctx.needs_input_grad

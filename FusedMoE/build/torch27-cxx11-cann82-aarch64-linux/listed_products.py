@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import grouped_products
-from .derivatives import are_batched, gradients
+from .derivatives import by_formula, gradients
 from .grouped_products import MOST_LISTED, bias_gradient, multiply_by_list, sum_over_rows
 from .in_torch import product_in_torch
 from .neighbours import joined
@@ -41,7 +41,7 @@ class HybridGmmFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, counts, tail, *parameters = ctx.saved_tensors
-        if (torch.is_grad_enabled() and not torch.compiler.is_compiling()) or are_batched(grad):
+        if by_formula(grad):
             needs = ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]
             function = partial(_in_torch, counts, ctx.has_bias)
             d_x, *d_parameters = gradients(function, (x, *parameters), needs, grad)

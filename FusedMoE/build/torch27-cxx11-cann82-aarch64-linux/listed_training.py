@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import listed_products, permutation
-from .derivatives import are_batched, gradients
+from .derivatives import by_formula, gradients
 from .gates import SWIGLU
 from .in_torch import experts_in_torch
 from .latest import Latest
@@ -49,7 +49,7 @@ class ListedExpertsFunction(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, index, weights, order, counts, product, kept, *parameters = ctx.saved_tensors
         needs_x, _, needs_weights, _, _, *needs = ctx.needs_input_grad
-        if torch.is_grad_enabled() or are_batched(grad):
+        if torch.is_grad_enabled() or by_formula(grad):
             inputs, wanted = (x, index, weights, *parameters), (needs_x, False, needs_weights, *needs)
             function = partial(_in_torch, counts.shape[0], ctx.has_bias)
             d_x, _, d_weights, *others = gradients(function, inputs, wanted, grad)

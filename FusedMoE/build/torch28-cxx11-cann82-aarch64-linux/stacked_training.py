@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import permutation
-from .derivatives import are_batched, gradients
+from .derivatives import by_formula, gradients
 from .gates import Gate
 from .grouped_products import bias_gradient, multiply, weight_gradient
 from .in_torch import experts_in_torch
@@ -85,7 +85,7 @@ class StackedExpertsFunction(torch.autograd.Function):
         x, index, weights, gate_up, down, gate_up_bias, down_bias, order, counts, tail, product, kept = (
             ctx.saved_tensors
         )
-        if (torch.is_grad_enabled() and not torch.compiler.is_compiling()) or are_batched(grad):
+        if by_formula(grad):
             inputs = x, index, weights, gate_up, down, gate_up_bias, down_bias
             function = partial(experts_in_torch, activation=ctx.gate, post_expert_norm=None)
             return None, *gradients(function, inputs, ctx.needs_input_grad[1:8], grad), None

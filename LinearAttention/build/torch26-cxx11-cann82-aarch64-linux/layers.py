@@ -7,11 +7,11 @@ nothing to these functions.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import activation as activations
 from torch.nn.modules.module import (
     _global_backward_hooks,
     _global_backward_pre_hooks,
@@ -23,7 +23,11 @@ from . import convolution, forget_gate, functional, linear_recurrence, selective
 
 # torch's own: somebody may have put something in their places, before or since
 _CALL = nn.Module._wrapped_call_impl
-_ACTIVATED = nn.SiLU.forward if getattr(nn.SiLU.forward, "__globals__", None) is vars(activations) else None
+_SILU = getattr(sys.modules.get("transformers.activations"), "SiLUActivation", nn.SiLU)
+_ACTIVATED, _ACTIVATED_BY_TORCH = (
+    cls.forward if getattr(cls.forward, "__globals__", None) is vars(sys.modules[cls.__module__]) else None
+    for cls in (_SILU, nn.SiLU)
+)
 Result = tuple[Tensor, Tensor | None]
 
 
@@ -193,7 +197,9 @@ def _is_called(activation: str | None) -> bool:
         return False
     return bool(
         activation not in convolution.ACTIVATIONS
-        or nn.SiLU.forward is not _ACTIVATED
+        or _SILU.forward is not _ACTIVATED
+        or nn.SiLU.forward is not _ACTIVATED_BY_TORCH
+        or _SILU.__call__ is not _CALL
         or nn.SiLU.__call__ is not _CALL
         or _global_forward_hooks
         or _global_forward_pre_hooks

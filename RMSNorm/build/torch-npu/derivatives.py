@@ -36,14 +36,18 @@ def gradients(
     return [next(found) if needed else None for needed in needs]
 
 
-def are_batched(*grads: Tensor | None) -> bool:
-    """Tell whether a backward gets several gradients at once, as ``torch.autograd.grad(is_grads_batched=True)`` asks.
+def by_formula(*grads: Tensor | None) -> bool:
+    """Tell whether a backward computes by operators of torch: to be differentiated, or of several gradients at once.
 
-    Operators of torch have rules for that; what writes into lists or ``out=``, as operators of torch_npu do, has none.
+    ``torch.autograd.grad(is_grads_batched=True)`` asks for several. Operators of torch have rules for that; what writes
+    into lists or ``out=``, as operators of torch_npu do, has none.
     """
-    if torch.compiler.is_compiling():
-        return False
-    return any(grad is not None and _functorch.is_legacy_batchedtensor(grad) for grad in grads)
+    if torch.is_grad_enabled():
+        return not torch.compiler.is_compiling()
+    for grad in grads:  # noqa: SIM110 - a generator would be three more calls in every backward
+        if grad is not None and _functorch.is_legacy_batchedtensor(grad):
+            return True
+    return False
 
 
 def _alias(tensor: Tensor | None) -> Tensor:

@@ -5,6 +5,8 @@ Each returns the dtype that transformers' own forward returns. ``eps`` is ``vari
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,6 +26,11 @@ from .layer_norm import add_layer_norm, layer_norm
 # torch's own: somebody may have put something in their places, before or since
 _CALL = nn.Module._wrapped_call_impl
 _NORMED = nn.LayerNorm.forward if getattr(nn.LayerNorm.forward, "__globals__", None) is vars(normalization) else None
+_SILU = getattr(sys.modules.get("transformers.activations"), "SiLUActivation", nn.SiLU)
+_ACTIVATED, _ACTIVATED_BY_TORCH, _SQUASHED = (
+    cls.forward if getattr(cls.forward, "__globals__", None) is vars(sys.modules[cls.__module__]) else None
+    for cls in (_SILU, nn.SiLU, nn.Sigmoid)
+)
 _EPS_OF_OLMO = 1e-5  # OlmoLayerNorm.forward of transformers, models/olmo/modeling_olmo.py
 
 
@@ -220,7 +227,12 @@ def _gated(
             raise ValueError(f"{layer.__name__}: activation must be silu or sigmoid, got {name!r}")
     elif (
         name not in GATES
-        or nn.Module.__call__ is not _CALL
+        or _SILU.forward is not _ACTIVATED
+        or nn.SiLU.forward is not _ACTIVATED_BY_TORCH
+        or nn.Sigmoid.forward is not _SQUASHED
+        or _SILU.__call__ is not _CALL
+        or nn.SiLU.__call__ is not _CALL
+        or nn.Sigmoid.__call__ is not _CALL
         or _global_forward_hooks
         or _global_forward_pre_hooks
         or _global_backward_hooks

@@ -35,13 +35,14 @@ def let_differentiate(operator: OpOverload, in_torch: Callable[..., Tensor | tup
     below = torch._C._after_autograd_keyset
 
     def compute(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
-        is_derived = any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
-        if not torch.is_grad_enabled() or not is_derived:
+        if not torch.is_grad_enabled():
+            return operator.redispatch(keys & below, *args, **kwargs)
+        inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if not any(tensor.requires_grad for tensor in inputs):
             return operator.redispatch(keys & below, *args, **kwargs)
         found = in_torch(*args, **kwargs)
         if not isinstance(found, str):
             return found
-        inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         return _Refused.apply(found, operator.redispatch(keys & below, *args, **kwargs), *inputs)
 
     library = Library(operator.namespace, "IMPL")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .clipped import clipped_swiglu_gradient, has_clipped_swiglu, launch_clipped_swiglu
-from .derivatives import are_batched, gradients
+from .derivatives import by_formula, gradients
 
 
 def clamped_in_torch(gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -53,6 +53,6 @@ class _ClampedSwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None]:
         (gate_up,) = ctx.saved_tensors
-        if (torch.is_grad_enabled() and not torch.compiler.is_compiling()) or are_batched(grad):
+        if by_formula(grad):
             return gradients(partial(_joined_in_torch, limit=ctx.limit), (gate_up,), (True,), grad)[0], None
         return clipped_swiglu_gradient(grad, gate_up, 1.0, ctx.limit, 0.0, interleaved=False), None

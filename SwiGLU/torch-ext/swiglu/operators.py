@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .clipped import clipped_swiglu_gradient, clipped_swiglu_in_torch, launch_clipped_swiglu
-from .derivatives import are_batched, gradients
+from .derivatives import by_formula, gradients
 from .second_order import let_differentiate
 
 _NAMESPACE = __name__.partition(".")[0]
@@ -107,7 +107,7 @@ class _GeGLU(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None]:
         x, gelu = ctx.saved_tensors
         unit = EXACT_GEGLU if ctx.is_exact else GEGLU
-        if (torch.is_grad_enabled() and not torch.compiler.is_compiling()) or are_batched(grad):
+        if by_formula(grad):
             return gradients(lambda x: unit.in_torch(*x.float().chunk(2, -1)), (x,), (True,), grad)[0], None
         return unit.backward(grad.contiguous(), x, gelu), None
 
@@ -131,7 +131,7 @@ class _ClippedSwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         (gate_up,) = ctx.saved_tensors
-        if (torch.is_grad_enabled() and not torch.compiler.is_compiling()) or are_batched(grad):
+        if by_formula(grad):
             found = gradients(lambda x: clipped_swiglu_in_torch(x.float(), *ctx.options), (gate_up,), (True,), grad)[0]
             return found, None, None, None, None
         return clipped_swiglu_gradient(grad, gate_up, *ctx.options), None, None, None, None

@@ -63,10 +63,11 @@ def is_experts_class(cls: type) -> bool:
     return cells(forward)["experts_interface"] is ALL_EXPERTS_FUNCTIONS
 
 
-def compared_methods(cls: type) -> list[str]:
-    """Return the methods that the forward of a class names, and with which it is compared."""
+@cache
+def compared_methods(cls: type, _: FunctionType) -> frozenset[str]:
+    """Return the methods that the forward of a class, as it is now, names, and with which it is compared."""
     names = [name for name in words(cls) if name not in _NOT_COMPARED and name not in vars(nn.Module)]
-    return [name for name in names if isinstance(inspect.getattr_static(cls, name, None), FunctionType)]
+    return frozenset([name for name in names if isinstance(inspect.getattr_static(cls, name, None), FunctionType)])
 
 
 def words(what: object) -> tuple[str, ...]:

@@ -40,8 +40,11 @@ def why_not_served(module: nn.Module, pattern: Pattern) -> str | None:
                 return part.reason.format(cls.__name__)
         if not part.is_called and has_hooks(member):
             return f"hooks watch its {part.name}, which the kernel does not call"
-    given = [name for name in vars(module) if name in compared_methods(type(module))]
-    return f"it was given a {given[0]} of its own" if given else pattern.limits(module)
+    cls = type(module)
+    methods = compared_methods(cls, cls.forward)
+    if methods and (given := methods & vars(module).keys()):
+        return f"it was given a {min(given)} of its own"
+    return pattern.limits(module)
 
 
 def _is_beside(function: FunctionType, pattern: Pattern) -> bool:

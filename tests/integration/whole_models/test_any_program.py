@@ -32,7 +32,7 @@ COPIES = ("copy_deeply", "copy_shallowly", "pickle_it", "train_a_copy")
 WRITES = ("step_with_sgd", "step_by_mezo", "move_to_the_cpu_and_back", "keep_only_the_outputs")
 LOOK = ("look_at_kept_outputs", 2)  # at all that are kept
 # of all modules, of linear layers and of activations; and of layer norms
-CALLED = {"dense": (1, 2, 5), "experts": (5,), "two models in one": (1,)}
+CALLED = {"dense": (1, 2, 5), "experts": (5,), "linear attention": (5,), "two models in one": (1,)}
 CLASSES = ("change_a_class", "change_the_forward_of_a_class")
 # what everybody does, which random programs of a few acts may leave out
 WEIGHTS = (

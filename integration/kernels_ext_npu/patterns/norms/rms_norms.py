@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.activations import ACT2FN
+from transformers.activations import ACT2FN, SiLUActivation
 
-from kernels_ext_npu.patterns.hooks import all_have_hooks
+from kernels_ext_npu.patterns.hooks import CALL, all_have_hooks
 from kernels_ext_npu.patterns.pattern import Pattern, alike, unread, where
 from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
 from kernels_ext_npu.patterns.variant import variant
@@ -245,8 +245,19 @@ _REDUCED_IN_FLOAT32 = where(
     "it squares in the dtype of its input, the kernel in float32",
     refuse_weighted,
 )
+_GATES = SiLUActivation, nn.SiLU, nn.Sigmoid
+_FORWARDS = [cls.forward for cls in _GATES]
+
+
+def _is_gated_as_named(_: Any) -> bool:
+    """Whether the activations that the forward makes are called, and compute, as they were written."""
+    return [cls.forward for cls in _GATES] == _FORWARDS and all(cls.__call__ is CALL for cls in _GATES)
+
+
 _UNWATCHED = where(
-    lambda _: not all_have_hooks(), "hooks watch its activation, which the kernel does not call", refuse_weighted
+    lambda module: not all_have_hooks() and _is_gated_as_named(module),
+    "hooks watch its activation, or it was replaced, and the kernel does not call it",
+    refuse_weighted,
 )
 _ACTIVATED = where(
     lambda module: module.activation in ("silu", "swish", "sigmoid"),

@@ -1,7 +1,8 @@
 """The gated MLPs of transformers, and on which instances the kernels serve them: the activation of one decides."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -121,13 +122,14 @@ def activation_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
     Lfm2 has none: its forward says silu.
     """
-    name = _named_activation(module)
+    name = _named_activation(type(module).forward)
     return F.silu if name is None else getattr(module, name)
 
 
-def _named_activation(module: nn.Module) -> str | None:
-    """Return the activation that the forward of an instance names; None if it names none."""
-    return next((name for name in _ACTIVATIONS if name in type(module).forward.__code__.co_names), None)
+@cache
+def _named_activation(forward: FunctionType) -> str | None:
+    """Return the activation that a forward names; None if it names none."""
+    return next((name for name in _ACTIVATIONS if name in forward.__code__.co_names), None)
 
 
 def activated_layer(module: nn.Module) -> str | None:
@@ -157,8 +159,12 @@ def gated_layer(module: nn.Module) -> str:
 
 
 def refuse_activation(module: nn.Module) -> str | None:
-    named, places = _named_activation(module), (module._modules, vars(module))
-    taken = next((name for members in places for name in _ACTIVATIONS if name in members), None)
+    named = _named_activation(type(module).forward)
+    for members in (module._modules, vars(module)):  # in the order in which the kernel looks for it
+        held = [name for name in _ACTIVATIONS if name in members]
+        if held:
+            break
+    taken = held[0] if held else None
     if taken != named:
         return misread(taken, named)
     activation = activation_of(module)
@@ -173,7 +179,7 @@ def refuse_activation(module: nn.Module) -> str | None:
 def refuse_gated(module: nn.Module) -> str | None:
     if (reason := _refuse_projections(module, _THREE_PROJECTIONS)) is not None:
         return reason
-    names = next(names for names in _THREE_PROJECTIONS if names[0] in module._modules)
+    names = _named_projections(type(module).forward, _THREE_PROJECTIONS)
     sizes = [getattr(module._modules[name], "out_features", None) for name in names]
     if sizes[0] != sizes[1]:
         return f"{names[0]} gives {sizes[0]} values and {names[1]} {sizes[1]}"
@@ -186,12 +192,17 @@ def refuse_fused(module: nn.Module) -> str | None:
 
 def _refuse_projections(module: nn.Module, groups: tuple[tuple[str, ...], ...]) -> str | None:
     """Return why the kernel would not take the projections that a forward names; None if it does."""
-    read = type(module).forward.__code__.co_names
-    named = next(group for group in groups if group[0] in read)
-    taken = next((group for group in groups if group[0] in module._modules), (None,))
-    if taken != named:
-        return misread(taken[0], named[0])
-    return next((misread(None, name) for name in named if name not in module._modules), None)
+    named, held = _named_projections(type(module).forward, groups), module._modules
+    taken = [group for group in groups if group[0] in held]
+    if taken[:1] != [named]:
+        return misread(taken[0][0] if taken else None, named[0])
+    missing = [name for name in named if name not in held]
+    return misread(None, missing[0]) if missing else None
+
+
+@cache
+def _named_projections(forward: FunctionType, groups: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
+    return next(group for group in groups if group[0] in forward.__code__.co_names)
 
 
 def _is_dense(module: Any) -> bool:

@@ -7,7 +7,6 @@ nothing to these functions.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -19,15 +18,8 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-from . import convolution, forget_gate, functional, linear_recurrence, selective_scan
+from . import convolution, forget_gate, functional, linear_recurrence, selective_scan, silu
 
-# torch's own: somebody may have put something in their places, before or since
-_CALL = nn.Module._wrapped_call_impl
-_SILU = getattr(sys.modules.get("transformers.activations"), "SiLUActivation", nn.SiLU)
-_ACTIVATED, _ACTIVATED_BY_TORCH = (
-    cls.forward if getattr(cls.forward, "__globals__", None) is vars(sys.modules[cls.__module__]) else None
-    for cls in (_SILU, nn.SiLU)
-)
 Result = tuple[Tensor, Tensor | None]
 
 
@@ -197,10 +189,10 @@ def _is_called(activation: str | None) -> bool:
         return False
     return bool(
         activation not in convolution.ACTIVATIONS
-        or _SILU.forward is not _ACTIVATED
-        or nn.SiLU.forward is not _ACTIVATED_BY_TORCH
-        or _SILU.__call__ is not _CALL
-        or nn.SiLU.__call__ is not _CALL
+        or silu.CLASS.forward is not silu.FORWARD
+        or nn.SiLU.forward is not silu.FORWARD_OF_TORCH
+        or silu.CLASS.__call__ is not silu.CALL
+        or nn.SiLU.__call__ is not silu.CALL
         or _global_forward_hooks
         or _global_forward_pre_hooks
         or _global_backward_hooks

@@ -5,12 +5,10 @@ Each returns the dtype that transformers' own forward returns. ``eps`` is ``vari
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules import normalization
+from torch.nn.modules import activation, normalization
 from torch.nn.modules.module import (
     _global_backward_hooks,
     _global_backward_pre_hooks,
@@ -18,6 +16,7 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
+from . import silu
 from .functional import norm, zero_centered_norm
 from .gated import GATES, gated_norm
 from .hyper_connections import hyper_connection, hyper_head, independent_hyper_connection
@@ -26,11 +25,7 @@ from .layer_norm import add_layer_norm, layer_norm
 # torch's own: somebody may have put something in their places, before or since
 _CALL = nn.Module._wrapped_call_impl
 _NORMED = nn.LayerNorm.forward if getattr(nn.LayerNorm.forward, "__globals__", None) is vars(normalization) else None
-_SILU = getattr(sys.modules.get("transformers.activations"), "SiLUActivation", nn.SiLU)
-_ACTIVATED, _ACTIVATED_BY_TORCH, _SQUASHED = (
-    cls.forward if getattr(cls.forward, "__globals__", None) is vars(sys.modules[cls.__module__]) else None
-    for cls in (_SILU, nn.SiLU, nn.Sigmoid)
-)
+_SQUASHED = nn.Sigmoid.forward if getattr(nn.Sigmoid.forward, "__globals__", None) is vars(activation) else None
 _EPS_OF_OLMO = 1e-5  # OlmoLayerNorm.forward of transformers, models/olmo/modeling_olmo.py
 
 
@@ -227,11 +222,11 @@ def _gated(
             raise ValueError(f"{layer.__name__}: activation must be silu or sigmoid, got {name!r}")
     elif (
         name not in GATES
-        or _SILU.forward is not _ACTIVATED
-        or nn.SiLU.forward is not _ACTIVATED_BY_TORCH
+        or silu.CLASS.forward is not silu.FORWARD
+        or nn.SiLU.forward is not silu.FORWARD_OF_TORCH
+        or silu.CLASS.__call__ is not silu.CALL
+        or nn.SiLU.__call__ is not silu.CALL
         or nn.Sigmoid.forward is not _SQUASHED
-        or _SILU.__call__ is not _CALL
-        or nn.SiLU.__call__ is not _CALL
         or nn.Sigmoid.__call__ is not _CALL
         or _global_forward_hooks
         or _global_forward_pre_hooks

@@ -40,7 +40,7 @@ def why_not_served(module: nn.Module, pattern: Pattern) -> str | None:
                 return part.reason.format(cls.__name__)
         if not part.is_called and has_hooks(member):
             return f"hooks watch its {part.name}, which the kernel does not call"
-    cls = type(module)
+    cls: Any = type(module)
     methods = compared_methods(cls, cls.forward)
     if methods and (given := methods & vars(module).keys()):
         return f"it was given a {min(given)} of its own"

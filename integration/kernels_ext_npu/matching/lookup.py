@@ -40,8 +40,8 @@ def why_not_served(module: nn.Module, pattern: Pattern) -> str | None:
                 return part.reason.format(cls.__name__)
         if not part.is_called and has_hooks(member):
             return f"hooks watch its {part.name}, which the kernel does not call"
-    cls: Any = type(module)
-    methods = compared_methods(cls, cls.forward)
+    of_class: Any = type(module)
+    methods = compared_methods(of_class, of_class.forward)
     if methods and (given := methods & vars(module).keys()):
         return f"it was given a {min(given)} of its own"
     return pattern.limits(module)

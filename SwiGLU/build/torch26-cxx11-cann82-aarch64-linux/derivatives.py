@@ -44,6 +44,8 @@ def by_formula(*grads: Tensor | None) -> bool:
     """
     if torch.is_grad_enabled():
         return not torch.compiler.is_compiling()
+    if torch.compiler.is_dynamo_compiling():  # it does not know the question, and compiles a backward without gradients
+        return False
     for grad in grads:  # noqa: SIM110 - a generator would be three more calls in every backward
         if grad is not None and _functorch.is_legacy_batchedtensor(grad):
             return True

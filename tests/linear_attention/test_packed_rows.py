@@ -15,9 +15,9 @@ from tests.support.delta_rule_inputs import draw
 
 FUNCTIONS = {False: "chunk_gated_delta_rule", True: "chunk_kda"}
 OPTIONS = {"use_qk_l2norm_in_kernel": True}
-# From float64, alone: a few roundings in float32 of values of size one, more of what large gates make of them. Alone in
-# float32 it is as far away, to another side, since its chunks begin elsewhere.
-TOLERANCES = {"small": 1e-5, "large": 3e-4}
+# From float64, alone: a few roundings in float32 of values of size one. A decay is the difference of two sums of gates in
+# a chunk: 64 large ones add up to 4,000 at most, whose roundings of 2^-24 are 2.4e-4 each.
+TOLERANCES = {"small": 1e-5, "large": 5e-4}
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, gates: str) -> None:
@@ -37,6 +37,7 @@ def ends_of(lengths: list[int]) -> list[int]:
     seed=st.integers(0, 2**16),
 )
 @example(lengths=[1, 1, 70, 1], gates="large", by_number=False, seed=4192)
+@example(lengths=[1, 1, 63, 63, 63, 65], gates="large", by_number=False, seed=2548)  # sums up to 3,600
 @settings(max_examples=25, deadline=None)
 def test_a_sequence_gives_what_it_gives_alone(
     kernel: ModuleType, by_channel: bool, lengths: list[int], gates: str, by_number: bool, seed: int

@@ -15,8 +15,8 @@ from tests.support.delta_rule_inputs import draw
 
 FUNCTIONS = {False: "chunk_gated_delta_rule", True: "chunk_kda"}
 OPTIONS = {"use_qk_l2norm_in_kernel": True}
-# From float64, alone: a few roundings in float32 of values of size one. A decay is the difference of two sums of gates in
-# a chunk: 64 large ones add up to 4,000 at most, whose roundings of 2^-24 are 2.4e-4 each.
+# From float64, alone: a few roundings in float32 of values of size one. A decay is the difference of two sums of gates
+# in a chunk: 64 large ones add up to 4,000 at most, whose roundings of 2^-24 are 2.4e-4 each.
 TOLERANCES = {"small": 1e-5, "large": 5e-4}
 
 

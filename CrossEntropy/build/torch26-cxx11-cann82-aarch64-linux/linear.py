@@ -73,7 +73,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         objective, shard, number, words = ctx.options
         needs = ctx.needs_input_grad[:3]
         nothing = None, None, None, None, None
-        if torch.is_grad_enabled() or by_formula(grad):
+        if by_formula(grad):
             if shard is not None:
                 raise RuntimeError(
                     "linear_cross_entropy: no second derivative, nor several gradients at once, with a shard"

@@ -27,7 +27,7 @@ class CrossEntropy(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, None, None
         logits, labels, lse, picked = ctx.saved_tensors
-        if torch.is_grad_enabled() or by_formula(grad):
+        if by_formula(grad):
             found = gradients(
                 lambda x: in_torch.loss(x, labels, ctx.objective), (logits,), ctx.needs_input_grad[:1], grad
             )

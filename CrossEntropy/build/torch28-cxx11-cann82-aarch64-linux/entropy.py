@@ -70,7 +70,7 @@ class LinearCrossEntropyWithEntropy(torch.autograd.Function):
         if grad is None and grad_entropy is None:
             return None, None, None, *nothing
         grad = torch.zeros_like(lse) if grad is None else grad
-        if torch.is_grad_enabled() or by_formula(grad, grad_entropy):
+        if by_formula(grad, grad_entropy):
             both = torch.stack([grad, torch.zeros_like(grad) if grad_entropy is None else grad_entropy])
             found = gradients(
                 lambda h, w, b: torch.stack(in_torch.linear_loss_and_entropy(h, w, b, labels, objective)),

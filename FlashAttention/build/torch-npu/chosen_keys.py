@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .arguments import narrowed
 from .autocast import without_autocast
 from .description import MaskDescription
 from .in_torch import outside, softmax
@@ -53,8 +54,7 @@ def attend_chosen(
     """
     query, latents, rope = of_one_dtype(query, latents, rope)
     _check(query, latents, rope, indices, sink)
-    if query.dtype is torch.float64 and query.device.type == "npu":  # which has no cast to it, as a gradient needs one
-        query, latents, rope = query.float(), latents.float(), rope.float()
+    query, latents, rope = (narrowed(tensor) for tensor in (query, latents, rope))  # type: ignore[assignment]
     sink = None if sink is None else sink.float()
     is_trained = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (query, latents, rope, sink)

@@ -142,11 +142,10 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
             "attention_forward: query [B, N, S_q, D], key [B, N_k, S_k, D] and value [B, N_k, S_k, D_v] have to fit, "
             f"with N a multiple of N_k, got {shapes[0]}, {shapes[1]} and {shapes[2]}"
         )
-    kinds = [(tensor.dtype, tensor.device) for tensor in (query, key, value)]
     if not query.is_floating_point():
         raise TypeError(f"attention_forward: query must be floating point, got {query.dtype}")
-    if not kinds[0] == kinds[1] == kinds[2]:
-        found = ", ".join(f"{dtype} on {device}" for dtype, device in kinds)
+    if not (query.dtype is key.dtype is value.dtype and query.device == key.device == value.device):
+        found = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in (query, key, value))
         raise ValueError(f"attention_forward: query, key and value must have one dtype and device, got {found}")
 
 

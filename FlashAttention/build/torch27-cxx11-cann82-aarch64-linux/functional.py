@@ -108,6 +108,7 @@ def flash_attn_varlen_func(
     Raises:
         ValueError: shapes, devices, dtypes or lengths do not fit, or weights or paged keys are asked for.
         TypeError: a tensor is not floating point.
+        NotImplementedError: a gradient with dropout is differentiated.
     """
     name = "flash_attn_varlen_func"
     _refuse_weights(name, return_attn_probs)

@@ -49,7 +49,7 @@ class ListedExpertsFunction(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, index, weights, order, counts, product, kept, *parameters = ctx.saved_tensors
         needs_x, _, needs_weights, _, _, *needs = ctx.needs_input_grad
-        if torch.is_grad_enabled() or by_formula(grad):
+        if by_formula(grad):
             inputs, wanted = (x, index, weights, *parameters), (needs_x, False, needs_weights, *needs)
             function = partial(_in_torch, counts.shape[0], ctx.has_bias)
             d_x, _, d_weights, *others = gradients(function, inputs, wanted, grad)

@@ -16,5 +16,4 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
     """Keep what is computed as it is written, where ``x`` is."""
-    is_casting = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-    return torch.autocast(x.device.type, enabled=False) if is_casting else nullcontext()
+    return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)

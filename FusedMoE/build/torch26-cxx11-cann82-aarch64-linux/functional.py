@@ -96,7 +96,7 @@ def fused_experts(
         whole = partial(fused_experts, **options, post_expert_norm=post_expert_norm)
         biases = gate_up_proj_bias, down_proj_bias
         return on_whole(whole, hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, *biases)
-    gate_up, down = (w if is_transposed else w.mT for w in (gate_up_proj, down_proj))
+    gate_up, down = (gate_up_proj, down_proj) if is_transposed else (gate_up_proj.mT, down_proj.mT)
     parameters = (gate_up, down, gate_up_proj_bias, down_proj_bias)
     is_gate = isinstance(activation, Gate)
     check_experts(hidden_states, top_k_index, top_k_weights, *parameters, halves=is_gate)

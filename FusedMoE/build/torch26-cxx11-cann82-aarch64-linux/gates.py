@@ -206,11 +206,12 @@ def _read_by_gate(experts: nn.Module) -> tuple[object, ...]:
     """
     gate = getattr(experts._apply_gate, "__func__", experts._apply_gate)
     named = getattr(getattr(gate, "__code__", None), "co_names", ())
-    members = sorted(vars(experts).items())
-    plain = [
-        (n, v) for n, v in members if isinstance(v, float) or (n in named and type(v) in (bool, int, str, type(None)))
+    read = [
+        (name, value)
+        for name, value in vars(experts).items()
+        if isinstance(value, float) or (name in named and (value is None or isinstance(value, (int, str))))
     ]
-    return tuple(plain), repr(getattr(experts, "act_fn", None)), repr(gate)
+    return tuple(sorted(read)), repr(getattr(experts, "act_fn", None)), repr(gate)
 
 
 def _recognise(experts: nn.Module) -> Gate | None:

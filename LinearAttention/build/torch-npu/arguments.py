@@ -1,4 +1,4 @@
-"""What all functions here ask of the tensors that they are given."""
+"""What functions ask of the tensors that they are given, and what they make of float64."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from torch import Tensor
 
 def check_tensors(**tensors: Tensor | None) -> None:
     """Raise unless all tensors, by their names as arguments, are floating point and on one device."""
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    for name, tensor in given.items():
+    device = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
         if not tensor.is_floating_point():
             raise TypeError(f"{name} must be floating point, got {tensor.dtype}")
-    if len({tensor.device for tensor in given.values()}) > 1:
-        found = ", ".join(f"{name} on {tensor.device}" for name, tensor in given.items())
-        raise ValueError(f"all tensors must be on one device, got {found}")
+        if device is not None and tensor.device != device:
+            found = ", ".join(f"{n} on {t.device}" for n, t in tensors.items() if t is not None)
+            raise ValueError(f"all tensors must be on one device, got {found}")
+        device = tensor.device
 
 
 def narrowed(x: Tensor | None) -> Tensor | None:

@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
 
 from . import convolution, forget_gate, functional, linear_recurrence, selective_scan, silu
 
+_CALL = nn.Module._wrapped_call_impl  # torch's own, whatever somebody has put in its place
 Result = tuple[Tensor, Tensor | None]
 
 
@@ -191,8 +192,8 @@ def _is_called(activation: str | None) -> bool:
         activation not in convolution.ACTIVATIONS
         or silu.CLASS.forward is not silu.FORWARD
         or nn.SiLU.forward is not silu.FORWARD_OF_TORCH
-        or silu.CLASS.__call__ is not silu.CALL
-        or nn.SiLU.__call__ is not silu.CALL
+        or silu.CLASS.__call__ is not _CALL
+        or nn.SiLU.__call__ is not _CALL
         or _global_forward_hooks
         or _global_forward_pre_hooks
         or _global_backward_hooks

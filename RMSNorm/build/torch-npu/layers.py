@@ -224,8 +224,8 @@ def _gated(
         name not in GATES
         or silu.CLASS.forward is not silu.FORWARD
         or nn.SiLU.forward is not silu.FORWARD_OF_TORCH
-        or silu.CLASS.__call__ is not silu.CALL
-        or nn.SiLU.__call__ is not silu.CALL
+        or silu.CLASS.__call__ is not _CALL
+        or nn.SiLU.__call__ is not _CALL
         or nn.Sigmoid.forward is not _SQUASHED
         or nn.Sigmoid.__call__ is not _CALL
         or _global_forward_hooks

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .arguments import check_tensors
 from .autocast import without_autocast
 from .derivatives import gradients
 from .distributed import is_distributed
-from .functional import check_tensors
 from .transforms import is_transformed
 
 _NEGLIGIBLE = 1e-5  # an eps whose part in sums of one is that of the roundings of float32, some of each round
@@ -115,12 +115,10 @@ def _rounds(logits: Tensor, eps: float, rounds: int) -> Tensor:
     """
     weights = logits.softmax(1) + eps
     weights = weights / (weights.sum(0, keepdim=True) + eps)
-    if rounds > 1 and eps > _NEGLIGIBLE:
+    if rounds == 1 or eps > _NEGLIGIBLE:
         for _ in range(rounds - 1):
             weights = weights / (weights.sum(1, keepdim=True) + eps)
             weights = weights / (weights.sum(0, keepdim=True) + eps)
-        return weights
-    if rounds == 1:
         return weights
     weights = weights.log()
     for _ in range(rounds - 2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .arguments import check_tensors
 from .cann import CANN
 from .derivatives import gradients
 from .distributed import is_distributed
@@ -181,17 +182,6 @@ def _gradient_in_torch(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) ->
 def _needs_grad(*tensors: Tensor) -> bool:
     """Tell whether a gradient is asked for of one of the tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def check_tensors(**tensors: Tensor | None) -> None:
-    """Raise unless all tensors, by their names as arguments, are floating point and on one device."""
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    for name, tensor in given.items():
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name} must be floating point, got {tensor.dtype}")
-    if len({tensor.device for tensor in given.values()}) > 1:
-        found = ", ".join(f"{name} on {tensor.device}" for name, tensor in given.items())
-        raise ValueError(f"all tensors must be on one device, got {found}")
 
 
 def _check(hidden_states: Tensor, weight: Tensor | None, residual: Tensor | None = None) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .arguments import check_tensors
 from .derivatives import gradients
 from .distributed import is_distributed
-from .functional import check_tensors
 from .transforms import is_transformed
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

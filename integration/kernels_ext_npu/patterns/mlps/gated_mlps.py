@@ -160,10 +160,8 @@ def gated_layer(module: nn.Module) -> str:
 
 def refuse_activation(module: nn.Module) -> str | None:
     named = _named_activation(type(module).forward)
-    for members in (module._modules, vars(module)):  # in the order in which the kernel looks for it
-        held = [name for name in _ACTIVATIONS if name in members]
-        if held:
-            break
+    places = module._modules, vars(module)  # in the order in which the kernel looks
+    held = [name for members in places for name in _ACTIVATIONS if name in members]
     taken = held[0] if held else None
     if taken != named:
         return misread(taken, named)

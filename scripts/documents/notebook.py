@@ -29,7 +29,9 @@ def run() -> bytes:
         environment = inherited | quiet | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "IPYTHONDIR": folder}
         sockets = Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"})
         place = {"metadata": {"path": folder}}
-        NotebookClient(notebook, resources=place, config=sockets, record_timing=False).execute(env=environment)
+        # the same however long a cell takes
+        sockets.NotebookClient = Config(record_timing=False, coalesce_streams=True)
+        NotebookClient(notebook, resources=place, config=sockets).execute(env=environment)
     notebook.metadata.language_info = {"name": "python"}  # without the version of this Python
     for cell in notebook.cells:
         if cell.cell_type == "code":  # what libraries warn of names folders of this machine

@@ -48,7 +48,9 @@ WRONG_META: dict[str, Callable[[dict[str, Any]], bool]] = {
         if given["group_list"] and not given["split_item"]
         else not given["group_list"] and given["split_item"] < 2
     ),  # one tensor in place of one a group; and it wants ends, too
-    "npu_moe_gating_top_k_softmax_v2": lambda given: given["output_softmax"] and given["x"].dim() == 3,  # in two
+    "npu_moe_gating_top_k_softmax_v2": lambda given: (
+        given["output_softmax"] and not given["renorm"] and given["x"].dim() == 3
+    ),  # in two
     "npu_moe_init_routing_v2": lambda given: not len(given["x"]),  # refuses it
     "npu_top_k_top_p": lambda given: given["k"] is None,  # wants it
     "npu_bmmV2": lambda given: bool(given["output_sizes"]),  # leaves them out

@@ -96,20 +96,11 @@ def test_a_device_node_counts_only_with_a_number(monkeypatch) -> None:
         assert runtime.real_device() is expected
 
 
-def test_the_number_of_devices_can_be_set(run_forked) -> None:
-    run_forked("import softnpu, torch; assert torch.npu.device_count() == 3", SOFTNPU_DEVICES="3")
-
-
-def test_a_process_may_see_some_of_the_devices(run_forked) -> None:
-    code = "import softnpu, torch; print(torch.npu.device_count(), torch.ones(2, device='npu:1').device)"
-    result = run_forked(code, SOFTNPU_DEVICES="8", ASCEND_RT_VISIBLE_DEVICES="4,6")
-    assert result.stdout.split("\n")[-2] == "2 npu:1"
-
-
-def test_a_list_of_devices_ends_before_the_first_that_is_not_there(run_forked) -> None:
+def test_a_process_sees_the_devices_of_a_list_before_the_first_that_is_not_there(run_forked) -> None:
     """A server has eight, unless SOFTNPU_DEVICES says otherwise."""
     count = "import softnpu, torch; print(torch.npu.device_count(), torch.npu.is_available())"
-    cases = {("32", "8"): "0 False", ("0,1,8,3", "8"): "2 True", ("3,x", "8"): "1 True", ("8", "16"): "1 True"}
+    cases = {("4,6", "8"): "2 True", ("32", "8"): "0 False", ("0,1,8,3", "8"): "2 True", ("3,x", "8"): "1 True"}
+    cases |= {("8", "16"): "1 True"}
     for (visible, there), said in cases.items():
         result = run_forked(count, ASCEND_RT_VISIBLE_DEVICES=visible, SOFTNPU_DEVICES=there)
         assert result.stdout.splitlines()[-1] == said
@@ -239,17 +230,3 @@ def test_an_import_loads_torch_and_torch_npu_and_nothing_else(run_python, librar
     ours = run_python("import softnpu" + modules).stdout.splitlines()[-1].split()
     assert "torch_npu" in ours
     assert {name.partition(".")[0] for name in set(ours) - set(theirs)} == {"softnpu"}
-
-
-def test_the_version_of_cann_can_be_chosen(run_python) -> None:
-    """And has libraries of its own."""
-    code = (
-        "import softnpu, torch_npu; print(torch_npu.utils.collect_env.get_cann_version()); from torch_npu.npu import "
-    )
-    code += "utils; assert utils.get_cann_version() == torch_npu.utils.collect_env.get_cann_version(); assert "
-    code += "utils._is_gte_cann_version('8.1.RC1') and not utils._is_gte_cann_version('9.9.0')"
-    code += "; import os; print(os.environ['ASCEND_HOME_PATH'])"
-    version, home = run_python(code, SOFTNPU_CANN="8.2.RC1").stdout.splitlines()[-2:]
-    assert version == "8.2.RC1"
-    assert Path(home).parent == runtime.cache()
-    assert home != os.environ["ASCEND_HOME_PATH"]

@@ -19,32 +19,22 @@ from softnpu.host_call import HostCall
     [
         lambda t: t.unsqueeze(0),
         lambda t: t.view(2, 6),
-        lambda t: t.reshape(6, 2),
         lambda t: t.t(),
         lambda t: t.transpose(0, 1),
         lambda t: t.permute(1, 0),
         lambda t: t[1:],
         lambda t: t[:, ::2],
         lambda t: t.unsqueeze(1).squeeze(1),
-        lambda t: t.unsqueeze(1).squeeze(),
         lambda t: t.expand(2, 3, 4)[1],
-        lambda t: t.flatten(),
-        lambda t: t.unflatten(1, (2, 2)),
         lambda t: t.diagonal(),
         lambda t: t.unfold(1, 2, 2),
-        lambda t: t.contiguous(),
         lambda t: t.detach(),
-        lambda t: t.narrow(1, 1, 2),
         lambda t: t.select(0, 1),
-        lambda t: t.chunk(2, 1)[1],
         lambda t: t.split(1)[2],
         lambda t: t.unbind()[1],
-        lambda t: t.movedim(0, 1),
         lambda t: t.view(torch.int32),
         lambda t: torch.view_as_complex(t.view(3, 2, 2)),
         lambda t: t.as_strided((2, 2), (4, 1), 1),
-        lambda t: t.swapaxes(0, 1),
-        lambda t: t.alias() if hasattr(t, "alias") else t[:],
     ],
 )
 def test_writes_through_a_view_reach_the_tensor(view) -> None:
@@ -52,16 +42,6 @@ def test_writes_through_a_view_reach_the_tensor(view) -> None:
     for tensor in tensors:
         view(tensor).fill_(7)
     torch.testing.assert_close(tensors[0].cpu(), tensors[1], rtol=0, atol=0)
-
-
-def test_results_that_are_views_share_storage_and_version() -> None:
-    x = torch.zeros(4, device="npu")
-    y = x.unsqueeze(0)
-    assert y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    version = x._version
-    y.add_(1)
-    assert x._version > version
-    assert x.cpu().tolist() == [1.0] * 4
 
 
 def test_in_place_on_a_tensor_that_backward_needs_is_refused() -> None:
@@ -221,16 +201,6 @@ def test_tensors_of_the_host_are_refused() -> None:
         with pytest.raises(RuntimeError, match=r"Expected NPU tensor, .* at least two devices, npu:0 and cpu"):
             call()
     assert (x + torch.tensor(2.0)).cpu().eq(3).all()  # a scalar can be sent along
-
-
-def test_storage_and_allocator_are_torch_npus() -> None:
-    before = torch.npu.memory_allocated()
-    x = torch.empty(1 << 20, device="npu")
-    assert (
-        torch.npu.memory_allocated() - before == 4 * (1 << 20) + 512
-    )  # torch_npu rounds up, after 32 bytes of its own
-    del x
-    assert torch.npu.memory_allocated() == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch_npu
 
-from tests.support.rounding import ROUNDING
+from tests.support.rounding import assert_rounded
 
 T, K, H, E = 7, 3, 8, 5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-FLOAT32 = 8 * 2.0**-24  # of the operands: sums of K or H products in float32
 
 permute, unpermute = torch_npu.npu_moe_token_permute, torch_npu.npu_moe_token_unpermute
 permute_grad, unpermute_grad = torch.ops.npu.npu_moe_token_permute_grad, torch.ops.npu.npu_moe_token_unpermute_grad
@@ -29,24 +28,14 @@ def order(indices: torch.Tensor) -> list[int]:
 
 
 def expected_permute(tokens: torch.Tensor, indices: torch.Tensor, rows: int) -> torch.Tensor:
-    slots = indices.numel() // len(indices)
-    return torch.stack([tokens[i // slots] for i in order(indices)[:rows]])
+    return tokens[torch.tensor(order(indices)[:rows]) // (indices.numel() // len(indices))]
 
 
-def expected_unpermute(rows: torch.Tensor, indices: torch.Tensor, probs: torch.Tensor | None) -> torch.Tensor:
+def expected_unpermute(rows: torch.Tensor, indices: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
     """Without the rows that were dropped."""
-    slots = indices.numel() // len(indices)
-    weights = torch.ones(indices.numel(), dtype=rows.dtype) if probs is None else probs.flatten()
-    out = [torch.zeros(rows.shape[1], dtype=rows.dtype) for _ in range(len(indices))]
-    for row, i in zip(rows, order(indices)):
-        out[i // slots] = out[i // slots] + row * weights[i]
-    return torch.stack(out)
-
-
-def assert_close(found: torch.Tensor, expected: torch.Tensor, roundings: int) -> None:
-    error = (found.cpu().double() - expected).abs()
-    scale = expected.abs().max()
-    assert (error <= roundings * ROUNDING[found.dtype] * expected.abs() + FLOAT32 * scale).all(), error.max()
+    slots = torch.tensor(order(indices)[: len(rows)])
+    weighted = rows * probs.flatten()[slots].unsqueeze(-1)
+    return torch.zeros(len(indices), rows.shape[1], dtype=rows.dtype).index_add(0, slots // K, weighted)
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
@@ -73,7 +62,7 @@ def test_unpermute_weights_sums_and_rounds_once(dtype, probs_dtype) -> None:
     rows = torch.randn(T * K, H).to(dtype)
     _, sorted_indices = permute(torch.zeros(T, H).npu(), indices.npu())
     found = unpermute(rows.npu(), sorted_indices, probs.npu())
-    assert_close(found, expected_unpermute(rows.double(), indices, probs.double()), roundings=1)
+    assert_rounded(found, expected_unpermute(rows.double(), indices, probs.double()))
 
 
 def test_rows_of_probability_zero_and_rows_beyond_the_last_are_not_read() -> None:
@@ -104,7 +93,7 @@ def test_the_gradient_of_permute_sums_over_slots(dtype, shape, index_dtype, num_
         permute_grad(leaf, grad.npu(), indices.npu(), sorted_indices),
         permute_grad_v2(grad.npu(), sorted_indices, T, dtype, slots),
     ):
-        assert_close(found, truth.grad, roundings=1)
+        assert_rounded(found, truth.grad)
 
 
 @pytest.mark.parametrize("rows", [T * K, 12])
@@ -125,8 +114,8 @@ def test_the_gradients_of_unpermute(dtype, probs_dtype, rows) -> None:
     saved = {"permuted_tokens": permuted.npu()}
     second = unpermute_grad_v2(grad.npu(), sorted_indices, rows, dtype, probs.npu(), **saved)
     for found, found_probs in ((leaf.grad, leaf_probs.grad), direct, second):
-        assert_close(found, truth.grad, roundings=1)
-        assert_close(found_probs, truth_probs.grad, roundings=1)
+        assert_rounded(found, truth.grad)
+        assert_rounded(found_probs, truth_probs.grad)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -114,17 +114,9 @@ def test_pairs_name_the_experts_that_have_rows() -> None:
 
 def expected_sum(rows, index, scales, experts, skips, bias) -> torch.Tensor:
     """In float64; index [T, K], -1 for no row."""
-    out = torch.zeros(len(index), rows.shape[-1], dtype=torch.float64)
-    for skip in skips:
-        out += skip.double()
-    flat = rows.double().reshape(-1, rows.shape[-1])
-    for t, places in enumerate(index.tolist()):
-        for j, place in enumerate(places):
-            term = flat[place].clone() if place >= 0 else torch.zeros(rows.shape[-1], dtype=torch.float64)
-            if bias is not None:
-                term += bias[experts[t, j]].double()
-            out[t] += term if scales is None else term * scales[t, j].double()
-    return out
+    flat = torch.cat([rows.double().reshape(-1, H), torch.zeros(1, H)])
+    terms = flat[index.long()] if bias is None else flat[index.long()] + bias.double()[experts.long()]
+    return (terms * scales.double().unsqueeze(-1)).sum(1) + sum(skip.double() for skip in skips)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

@@ -141,7 +141,7 @@ ROUTING = [
     (lambda: unpermute_grad_v2(npu(2, 4), slots(4), 4, FULL, npu(2, 2)), "needs permuted_tokens"),
     (
         lambda: unpermute_grad_v2(npu(2, 4), slots(4), 4, FULL, npu(2, 2), permuted_tokens=npu(3, 4)),
-        r"permuted_tokens is float32 \[3, 4\], expected",
+        r"is float32 \[3, 4\], expected",
     ),
     (lambda: permuted(num_out_tokens=5), "every token 1 experts"),
     (lambda: permuted(num_out_tokens=24, drop_and_pad=True), "6 rows of 5 an expert"),

@@ -1,4 +1,4 @@
-"""Grouped matrix products against a loop in float64: what is written, how it is rounded, and what is refused."""
+"""Grouped matrix products against a loop in float64: what is written, and how it is rounded."""
 
 import pytest
 import torch

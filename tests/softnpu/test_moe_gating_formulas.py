@@ -1,4 +1,4 @@
-"""The choice of experts against plain torch in float64: order, ties, weights, gradient and limits."""
+"""The choice of experts against plain torch in float64: order, ties, weights and gradient."""
 
 import pytest
 import torch

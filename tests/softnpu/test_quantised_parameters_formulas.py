@@ -1,4 +1,4 @@
-"""Quantisation with given scales against numpy in float64, and what it refuses."""
+"""Quantisation with given scales against numpy in float64."""
 
 import numpy as np
 import pytest

@@ -40,6 +40,7 @@ WAITING = [
     (lambda x: x.__setitem__(x > 1, 0.0), 1, 0),
     (lambda x: torch.unique(x), 1, 0),
     (lambda x: torch.repeat_interleave(x, torch.tensor([1, 2], device="npu"), 0), 1, 0),
+    (lambda x: torch.histc(x, bins=4), 2, 2),  # for both ends of the range
     (lambda x: torch.npu.synchronize(), 1, 0),
     (lambda x: torch.npu.current_stream().synchronize(), 1, 0),
 ]
@@ -64,6 +65,7 @@ def test_waits_are_counted_wherever_they_are_dispatched(x: torch.Tensor, wait, s
         lambda x: torch.ones(3).to("npu"),
         lambda x: torch.nn.functional.scaled_dot_product_attention(*[x.view(1, 1, 2, 2).bfloat16()] * 3),
         lambda x: torch.rand(3, device="npu"),
+        lambda x: torch.histc(x, bins=4, min=0, max=3),
         lambda x: x.repeat_interleave(2, 0),
         lambda x: x.repeat_interleave(torch.tensor([1, 2], device="npu"), 0, output_size=3),
         lambda x: torch.npu.Event().record(),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from softnpu import graph_capture
 from softnpu.argument_checks import require
 from softnpu.counting import count_wait
 from softnpu.host_call import OnHost
@@ -71,6 +72,8 @@ def histc(self: Tensor, bins: int = 100, min: float = 0, max: float = 0, *, out:
     ends of the data on the host.
     """
     if min == max and self.numel():
+        if graph_capture.current() is not None:
+            graph_capture.refuse_wait("histc")
         for _ in ("min", "max"):
             count_wait(copies=True)
     if not self.dtype.is_floating_point:

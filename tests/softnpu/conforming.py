@@ -22,6 +22,8 @@ ALL = {**{name: f"npu::{name}" for name in NPU}, **{name: f"aten::{name}" for na
 NAMES = {operator: name for name, operator in ALL.items()}
 # returns seed and offset of the dropout mask as CPU tensors outside of graph capture, as op-plugin documents
 RETURNS_HOST_TENSORS = {"npu_fusion_attention_v3", "npu_fusion_attention_v3.out"}
+# the smallest norm that a difference is compared with: where terms of size one cancel, float32 leaves 1e-6 of them
+CANCELLED = 1e-4
 # files of formulas in which torch's own dtypes hold
 OF_ANY_DTYPE = {"aten_gradients", "batch_norm", "cast", "layouts"}
 
@@ -48,7 +50,9 @@ WRONG_META: dict[str, Callable[[dict[str, Any]], bool]] = {
         if given["group_list"] and not given["split_item"]
         else not given["group_list"] and given["split_item"] < 2
     ),  # one tensor in place of one a group; and it wants ends, too
-    "npu_moe_gating_top_k_softmax_v2": lambda given: given["output_softmax"] and given["x"].dim() == 3,  # in two
+    "npu_moe_gating_top_k_softmax_v2": lambda given: (
+        given["output_softmax"] and not given["renorm"] and given["x"].dim() == 3
+    ),  # in two
     "npu_moe_init_routing_v2": lambda given: not len(given["x"]),  # refuses it
     "npu_top_k_top_p": lambda given: given["k"] is None,  # wants it
     "npu_bmmV2": lambda given: bool(given["output_sizes"]),  # leaves them out
@@ -133,7 +137,7 @@ def _assert_strides_change_nothing(
         if one.device.type == "npu" and one.dim():  # a scalar may be one that nobody writes
             assert torch.equal(one.isnan(), expected.isnan())
             one, expected = (t.nan_to_num().double().cpu() for t in (one, expected))
-            assert (one - expected).norm() <= 2.0**-7 * expected.norm()
+            assert (one - expected).norm() <= 2.0**-7 * max(expected.norm(), CANCELLED)
 
 
 def _assert_float64_is_refused(operator: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> None:

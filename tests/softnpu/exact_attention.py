@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,10 +57,6 @@ def sequences(q_lengths, k_lengths, hidden=None, before=None, behind=None) -> Ca
         return torch.cat(parts)
 
     return expected
-
-
-def moved(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.npu() if isinstance(value, Tensor) else value for name, value in options.items()}
 
 
 def compare(

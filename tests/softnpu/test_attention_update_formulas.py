@@ -3,14 +3,13 @@
 import torch
 import torch_npu
 
+from tests.softnpu.exact_attention import drawn
 
-def drawn() -> tuple[torch.Tensor, ...]:
-    torch.manual_seed(0)
-    return torch.randn(5, 1, 32), torch.randn(8, 1, 32), torch.randn(8, 1, 32)
+SHAPES = (5, 1, 32), (8, 1, 32), (8, 1, 32)
 
 
 def test_two_halves_of_the_keys_make_one_attention() -> None:
-    q, k, v = (t.to("npu") for t in drawn())
+    q, k, v = (t.to("npu") for t in drawn(*SHAPES))
     whole = torch_npu.npu_fusion_attention(q, k, v, 2, "SBH", scale=0.3)[:3]
     halves = [torch_npu.npu_fusion_attention(q, *part, 2, "SBH", scale=0.3)[:3] for part in zip(k.chunk(2), v.chunk(2))]
     for found, expected in zip(torch_npu.npu_ring_attention_update(*halves[0], *halves[1]), whole):
@@ -18,7 +17,7 @@ def test_two_halves_of_the_keys_make_one_attention() -> None:
 
 
 def test_several_sequences() -> None:
-    q, k, v = (t.view(-1, 2, 16).to("npu") for t in drawn())
+    q, k, v = (t.view(-1, 2, 16).to("npu") for t in drawn(*SHAPES))
     options = {"scale": 0.3, "softmax_layout": "TND", "actual_seq_qlen": [2, 4]}
 
     def attention(chosen: list[int], ends: list[int]):

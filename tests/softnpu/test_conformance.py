@@ -131,6 +131,10 @@ def test_every_operator_without_a_formula_is_refused_with_one_reason() -> None:
     listed = [name for group in REFUSED.values() for name in group.split()]
     assert len(listed) == len(set(listed))
     assert set(listed) == names - NPU.keys() - NATIVE - set(FORMAT_CASTS) - composed
+    assert names >= NATIVE
+    for name in listed:
+        kernel = torch._C._dispatch_dump_table(f"npu::{name}").split("PrivateUse1: ")[1].split("\n")[0]
+        assert "softnpu" in kernel, name
 
 
 def test_a_refusal_says_why() -> None:

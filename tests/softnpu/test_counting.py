@@ -21,30 +21,32 @@ def x() -> torch.Tensor:
     return torch.tensor([[3.0, 0.0], [1.0, 2.0]], device="npu")
 
 
-@pytest.mark.parametrize(
-    ("wait", "syncs", "copies"),
-    [
-        (lambda x: x.cpu(), 1, 1),
-        (lambda x: x.to("cpu", torch.float64), 1, 1),
-        (lambda x: x.tolist(), 1, 1),
-        (lambda x: x.numpy(force=True), 1, 1),
-        (lambda x: x[0, 0].item(), 1, 1),
-        (lambda x: float(x.sum()), 1, 1),
-        (lambda x: bool(x.any()), 1, 1),
-        (lambda x: torch.equal(x, x), 1, 1),
-        (lambda x: torch.empty(2, 2).copy_(x), 1, 1),
-        (lambda x: x.to("cpu", non_blocking=True), 0, 1),  # torch_npu pins the target
-        (lambda x: x.nonzero(), 1, 0),
-        (lambda x: torch.where(x > 1), 1, 0),
-        (lambda x: x[x > 1], 1, 0),
-        (lambda x: x.masked_select(x > 1), 1, 0),
-        (lambda x: x.__setitem__(x > 1, 0.0), 1, 0),
-        (lambda x: torch.unique(x), 1, 0),
-        (lambda x: torch.repeat_interleave(x, torch.tensor([1, 2], device="npu"), 0), 1, 0),
-        (lambda x: torch.npu.synchronize(), 1, 0),
-        (lambda x: torch.npu.current_stream().synchronize(), 1, 0),
-    ],
-)
+# what makes the host wait, of a tensor of two rows: how often for a stream, and how many copies it makes
+WAITING = [
+    (lambda x: x.cpu(), 1, 1),
+    (lambda x: x.to("cpu", torch.float64), 1, 1),
+    (lambda x: x.tolist(), 1, 1),
+    (lambda x: x.numpy(force=True), 1, 1),
+    (lambda x: x[0, 0].item(), 1, 1),
+    (lambda x: float(x.sum()), 1, 1),
+    (lambda x: bool(x.any()), 1, 1),
+    (lambda x: torch.equal(x, x), 1, 1),
+    (lambda x: torch.empty(2, 2).copy_(x), 1, 1),
+    (lambda x: x.to("cpu", non_blocking=True), 0, 1),  # torch_npu pins the target
+    (lambda x: x.nonzero(), 1, 0),
+    (lambda x: torch.where(x > 1), 1, 0),
+    (lambda x: x[x > 1], 1, 0),
+    (lambda x: x.masked_select(x > 1), 1, 0),
+    (lambda x: x.__setitem__(x > 1, 0.0), 1, 0),
+    (lambda x: torch.unique(x), 1, 0),
+    (lambda x: torch.repeat_interleave(x, torch.tensor([1, 2], device="npu"), 0), 1, 0),
+    (lambda x: torch.histc(x, bins=4), 2, 2),  # for both ends of the range
+    (lambda x: torch.npu.synchronize(), 1, 0),
+    (lambda x: torch.npu.current_stream().synchronize(), 1, 0),
+]
+
+
+@pytest.mark.parametrize(("wait", "syncs", "copies"), WAITING)
 def test_waits_are_counted_wherever_they_are_dispatched(x: torch.Tensor, wait, syncs: int, copies: int) -> None:
     assert waits(lambda: wait(x)) == (syncs, copies)
 
@@ -63,6 +65,7 @@ def test_waits_are_counted_wherever_they_are_dispatched(x: torch.Tensor, wait, s
         lambda x: torch.ones(3).to("npu"),
         lambda x: torch.nn.functional.scaled_dot_product_attention(*[x.view(1, 1, 2, 2).bfloat16()] * 3),
         lambda x: torch.rand(3, device="npu"),
+        lambda x: torch.histc(x, bins=4, min=0, max=3),
         lambda x: x.repeat_interleave(2, 0),
         lambda x: x.repeat_interleave(torch.tensor([1, 2], device="npu"), 0, output_size=3),
         lambda x: torch.npu.Event().record(),

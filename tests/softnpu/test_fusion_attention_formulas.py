@@ -1,28 +1,22 @@
 """npu_fusion_attention against attention in float64, its gradients against autograd through that."""
 
 from functools import partial
-from itertools import product
 
 import numpy as np
 import pytest
 import torch
 import torch_npu
-from torch.nn import functional as F
 
 import softnpu
-from tests.softnpu.exact_attention import TRIANGLE, attend, compare, distance, moved, sequences
+from tests.softnpu.conforming import moved
+from tests.softnpu.exact_attention import TRIANGLE, attend, compare, distance, drawn
 
 SCALE = 0.3
-
-
-def drawn(dtype=torch.float32, b=2, n=4, n_kv=2, s_q=5, s_k=7, d=16, d_v=16) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    shapes = [(b, n, s_q, d), (b, n_kv, s_k, d), (b, n_kv, s_k, d_v)]
-    return [torch.randn(shape).to(dtype) for shape in shapes]
+SHAPES = (2, 4, 5, 16), (2, 2, 7, 16), (2, 2, 7, 16)
 
 
 def attention(*tensors: torch.Tensor, **options) -> torch.Tensor:
-    return torch_npu.npu_fusion_attention_v3(*tensors, 4, "BNSD", scale=SCALE, **moved(options))[0]
+    return torch_npu.npu_fusion_attention_v3(*tensors, 4, "BNSD", scale=SCALE, **moved(options, "npu"))[0]
 
 
 # float32 sums of up to 16 terms; bfloat16 rounds q·k inputs, the weights and the result: a few times 2^-8
@@ -33,25 +27,20 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 @pytest.mark.parametrize(("s_q", "s_k"), [(5, 7), (7, 5), (1, 6), (6, 6)])
 @pytest.mark.parametrize("mode", ["full", "all", "left up", "right down", "band", "pse"])
 def test_forward_and_gradients(dtype, s_q, s_k, mode) -> None:
-    tensors = drawn(dtype, s_q=s_q, s_k=s_k)
-    distance = torch.arange(s_k) - torch.arange(s_q).unsqueeze(-1)
-    options, hidden, pse = {}, None, 0.0
-    if mode == "all":
-        hidden = torch.rand(2, 1, s_q, s_k) < 0.4
-        hidden[..., 0] = False
-        options = {"atten_mask": hidden, "sparse_mode": 1}
-    elif mode == "left up":
-        options, hidden = {"atten_mask": TRIANGLE, "sparse_mode": 2, "next_tockens": 0}, distance > 0
-    elif mode == "right down":
-        options, hidden = {"atten_mask": TRIANGLE, "sparse_mode": 3, "next_tockens": 0}, distance > s_k - s_q
-    elif mode == "band":
-        shifted = distance - (s_k - s_q)
-        hidden = (shifted < -2) | (shifted > 1)
-        options = {"atten_mask": TRIANGLE, "sparse_mode": 4, "pre_tockens": 2, "next_tockens": 1}
-        options["inner_precise"] = 2  # with more queries than keys some rows see nothing
-    elif mode == "pse":
-        pse = torch.randn(2, 4, s_q, s_k).to(dtype)
-        options = {"pse": pse}
+    tensors = drawn((2, 4, s_q, 16), *[(2, 2, s_k, 16)] * 2, dtype=dtype)
+    far, shifted, some = distance(s_q, s_k), distance(s_q, s_k, s_k - s_q), torch.rand(2, 1, s_q, s_k) < 0.4
+    some[..., 0] = False
+    pse = torch.randn(2, 4, s_q, s_k).to(dtype) if mode == "pse" else 0
+    causal, band = {"atten_mask": TRIANGLE, "next_tockens": 0}, {"pre_tockens": 2, "next_tockens": 1}
+    options, hidden = {
+        "full": ({}, None),
+        "all": ({"atten_mask": some, "sparse_mode": 1}, some),
+        "left up": (causal | {"sparse_mode": 2}, far > 0),
+        "right down": (causal | {"sparse_mode": 3}, shifted > 0),
+        # with more queries than keys some rows see nothing
+        "band": (causal | band | {"sparse_mode": 4, "inner_precise": 2}, (shifted < -2) | (shifted > 1)),
+        "pse": ({"pse": pse}, None),
+    }[mode]
     compare(partial(attention, **options), lambda *t: attend(*t, hidden, pse)[0], tensors, TOLERANCE[dtype])
 
 
@@ -66,23 +55,7 @@ def test_layouts(layout) -> None:
     compare(
         lambda *t: torch_npu.npu_fusion_attention(*map(arrange, t), 4, layout, scale=SCALE)[0],
         lambda *t: arrange(attend(*t)[0]),
-        drawn(),
-        TOLERANCE[torch.float32],
-    )
-
-
-def test_sequences_of_several_lengths_in_one_tensor() -> None:
-    lengths = [3, 1, 4]
-    given = {
-        "actual_seq_qlen": [3, 4, 8],
-        "actual_seq_kvlen": [3, 4, 8],
-        "atten_mask": TRIANGLE.npu(),
-        "sparse_mode": 3,
-    }
-    compare(
-        lambda *t: torch_npu.npu_fusion_attention(*t, 4, "TND", scale=SCALE, **given)[0],
-        sequences(lengths, lengths, lambda i: distance(lengths[i], lengths[i]) > 0),
-        [torch.randn(8, n, 16) for n in (4, 2, 2)],
+        drawn(*SHAPES),
         TOLERANCE[torch.float32],
     )
 
@@ -90,7 +63,7 @@ def test_sequences_of_several_lengths_in_one_tensor() -> None:
 @pytest.mark.parametrize("layout", ["BNSD", "TND"])
 def test_gradients_of_parts_of_the_keys_add_up_with_the_statistics_of_all(layout) -> None:
     """As in a ring of devices: each launch gets the result and the statistics of the whole rows."""
-    q, k, v = drawn(b=1)
+    q, k, v = drawn((1, 4, 5, 16), *[(1, 2, 7, 16)] * 2)
     expected, _ = attend(*(leaves := [t.double().requires_grad_() for t in (q, k, v)]))
     grad = torch.linspace(-1, 1, expected.numel()).view_as(expected)
     expected.backward(grad.double())
@@ -110,32 +83,6 @@ def test_gradients_of_parts_of_the_keys_add_up_with_the_statistics_of_all(layout
     for tensor, leaf in zip(found, leaves):
         tensor = tensor.cpu().double() if layout == "BNSD" else tensor.cpu().double().transpose(0, 1)[None]
         torch.testing.assert_close(tensor, leaf.grad, rtol=0, atol=4 * TOLERANCE[torch.float32])
-
-
-@pytest.mark.parametrize(("masked", "causal", "gqa"), product(["none", "bool", "row"], [False, True], [False, True]))
-def test_scaled_dot_product_attention_is_one_launch(masked, causal, gqa) -> None:
-    if masked != "none" and causal:
-        pytest.skip("torch takes one of both")
-    q, k, v = drawn(torch.bfloat16, n_kv=2 if gqa else 4)
-    mask = None
-    if masked != "none":
-        mask = torch.ones(2, 1, 5, 7, dtype=torch.bool).tril(2)
-        if masked == "row":
-            mask[0, 0, 3] = False
-    results = []
-    for device in ("npu", "cpu"):
-        leaves = [t.detach().to(device).requires_grad_() for t in (q, k, v)]
-        softnpu.reset_counters()
-        m = None if mask is None else mask.to(device)
-        out = F.scaled_dot_product_attention(*leaves, attn_mask=m, is_causal=causal, enable_gqa=gqa)
-        out.sum().backward()
-        if device == "npu":
-            counters = softnpu.counters()
-            assert counters["npu_fusion_attention_v3"] == counters["npu_fusion_attention_grad_v3"] == 1
-            assert counters["stream_syncs"] == 0
-        results.append([out.detach().cpu().float(), *(leaf.grad.cpu().float() for leaf in leaves)])
-    for a, b in zip(*results):  # three roundings of bfloat16
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=3 * 2.0**-8 * b.abs().max().item())
 
 
 @pytest.mark.parametrize("given", ["generator", "seed", "dropout_mask"])
@@ -181,7 +128,7 @@ def test_version_3_takes_lengths_on_the_host_only() -> None:
 
 
 def test_version_3_writes_to_the_tensors_of_the_caller() -> None:
-    q, k, v = drawn()
+    q, k, v = drawn(*SHAPES)
     args = (q.npu(), k.npu(), v.npu(), 4, "BNSD")
     out = list(torch.ops.npu._npu_fusion_attention_v3_infer_output(*args))
     workspace = torch.ops.npu._npu_fusion_attention_v3_get_max_workspace(*args)
@@ -194,7 +141,7 @@ def test_version_3_writes_to_the_tensors_of_the_caller() -> None:
 
 
 def test_rows_that_see_nothing() -> None:
-    tensors = drawn()
+    tensors = drawn(*SHAPES)
     hidden = torch.zeros(2, 1, 5, 7, dtype=torch.bool)
     hidden[0, 0, 2] = True
     expected, _ = attend(*tensors, hidden)

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch_npu
 
-from tests.softnpu.exact_attention import TRIANGLE, attend, compare, distance, drawn, moved, sequences
+from tests.softnpu.conforming import moved
+from tests.softnpu.exact_attention import TRIANGLE, attend, compare, distance, drawn, sequences
 
 RECTANGLE = (torch.arange(2048) >= 1024).expand(1024, 2048)
 SCALE = 0.3
@@ -15,7 +16,7 @@ def check(tensors, names, layout, formula, **options) -> None:
     """Compare a call with ``tensors``, the first of them query, key and value, the others of these names."""
 
     def call(*given: torch.Tensor) -> torch.Tensor:
-        named = dict(zip(names, given[3:])) | moved(options)
+        named = dict(zip(names, given[3:])) | moved(options, "npu")
         return torch_npu.npu_fusion_attention_v2(*given[:3], 4, layout, scale=SCALE, **named)[0]
 
     compare(call, formula, tensors, TOLERANCE)
@@ -35,13 +36,8 @@ def test_rotary_parts_are_scored_beside_query_and_key() -> None:
 @pytest.mark.parametrize(("pse_type", "shape"), [(0, (2, 4, 5, 7)), (1, (1, 4, 5, 7)), (1, (2, 4, 1, 7))])
 def test_position_biases_are_added_before_or_after_the_scaling(pse_type, shape) -> None:
     tensors, pse = drawn((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)), torch.randn(shape)
-
-    def expected(q, k, v) -> torch.Tensor:
-        bias = pse.double().expand(2, 4, -1, 7)
-        given = [(b, 0) if pse_type else (0, b) for b in bias]
-        return torch.stack([attend(*t, None, *g)[0] for *t, g in zip(q, k, v, given)])
-
-    check(tensors, [], "BNSD", expected, pse=pse, pse_type=pse_type)
+    biases = (pse, 0) if pse_type else (0, pse)
+    check(tensors, [], "BNSD", lambda *t: attend(*t, None, *biases)[0], pse=pse, pse_type=pse_type)
 
 
 @pytest.mark.parametrize("pse_type", [2, 3])
@@ -49,13 +45,10 @@ def test_position_biases_are_added_before_or_after_the_scaling(pse_type, shape) 
 def test_slopes_make_a_bias_of_distances(pse_type, of_batch) -> None:
     tensors = drawn((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8))
     slopes = torch.rand(2, 4) if of_batch else torch.rand(4)
-
-    def expected(q, k, v) -> torch.Tensor:
-        far = distance(6, 6, -3).abs().double()  # kv_start_idx - q_start_idx = 3
-        biases = -slopes.double().expand(2, 4)[..., None, None] * (far.sqrt() if pse_type == 3 else far)
-        return torch.stack([attend(*t, None, 0, b)[0] for *t, b in zip(q, k, v, biases)])
-
-    check(tensors, [], "BNSD", expected, pse=slopes, pse_type=pse_type, q_start_idx=[1], kv_start_idx=[4])
+    far = distance(6, 6, -3).abs().double()  # kv_start_idx - q_start_idx = 3
+    biases = -slopes.double().expand(2, 4)[..., None, None] * (far.sqrt() if pse_type == 3 else far)
+    options = {"pse": slopes, "pse_type": pse_type, "q_start_idx": [1], "kv_start_idx": [4]}
+    check(tensors, [], "BNSD", lambda *t: attend(*t, None, 0, biases)[0], **options)
 
 
 def test_the_last_rows_of_an_alibi_bias_stand_for_all() -> None:
@@ -67,8 +60,8 @@ def test_the_last_rows_of_an_alibi_bias_stand_for_all() -> None:
         *(t.to("npu") for t in (q, k, v)), 4, "BNSD", scale=SCALE, atten_mask=TRIANGLE.to("npu"), sparse_mode=2,
         pse=whole[None, :, -1024:].float().to("npu"),
     )[0]  # fmt: skip
-    expected, _ = attend(*(t[0] for t in (q, k, v)), distance(s, s) > 0, whole)
-    torch.testing.assert_close(found[0].cpu().double(), expected, rtol=1e-4, atol=1e-4)  # scores near 100 in float32
+    expected, _ = attend(q, k, v, distance(s, s) > 0, whole)
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-4, atol=1e-4)  # scores near 100 in float32
 
 
 def test_packed_position_biases_of_several_sequences() -> None:
@@ -84,13 +77,10 @@ def test_packed_position_biases_of_several_sequences() -> None:
 def test_a_prefix_is_seen_by_every_query(compressed) -> None:
     tensors = drawn((2, 4, 4, 8), (2, 2, 6, 8), (2, 2, 6, 8))
     prefix = [3, 5]
-    hidden = torch.stack([(distance(4, 6) > 2) & (torch.arange(6) >= n) for n in prefix])
-
-    def expected(q, k, v) -> torch.Tensor:
-        return torch.stack([attend(*t, h)[0] for *t, h in zip(q, k, v, hidden)])
-
-    mask = torch.cat([TRIANGLE, RECTANGLE]) if compressed else hidden.unsqueeze(1)
-    check(tensors, [], "BNSD", expected, atten_mask=mask, sparse_mode=6 if compressed else 5, prefix=prefix)
+    hidden = (distance(4, 6) > 2) & (torch.arange(6) >= torch.tensor(prefix).view(2, 1, 1, 1))
+    mask = torch.cat([TRIANGLE, RECTANGLE]) if compressed else hidden
+    options = {"atten_mask": mask, "sparse_mode": 6 if compressed else 5, "prefix": prefix}
+    check(tensors, [], "BNSD", lambda *t: attend(*t, hidden)[0], **options)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-import softnpu
 from softnpu.host_call import HostCall
 
 
@@ -19,32 +18,22 @@ from softnpu.host_call import HostCall
     [
         lambda t: t.unsqueeze(0),
         lambda t: t.view(2, 6),
-        lambda t: t.reshape(6, 2),
         lambda t: t.t(),
         lambda t: t.transpose(0, 1),
         lambda t: t.permute(1, 0),
         lambda t: t[1:],
         lambda t: t[:, ::2],
         lambda t: t.unsqueeze(1).squeeze(1),
-        lambda t: t.unsqueeze(1).squeeze(),
         lambda t: t.expand(2, 3, 4)[1],
-        lambda t: t.flatten(),
-        lambda t: t.unflatten(1, (2, 2)),
         lambda t: t.diagonal(),
         lambda t: t.unfold(1, 2, 2),
-        lambda t: t.contiguous(),
         lambda t: t.detach(),
-        lambda t: t.narrow(1, 1, 2),
         lambda t: t.select(0, 1),
-        lambda t: t.chunk(2, 1)[1],
         lambda t: t.split(1)[2],
         lambda t: t.unbind()[1],
-        lambda t: t.movedim(0, 1),
         lambda t: t.view(torch.int32),
         lambda t: torch.view_as_complex(t.view(3, 2, 2)),
         lambda t: t.as_strided((2, 2), (4, 1), 1),
-        lambda t: t.swapaxes(0, 1),
-        lambda t: t.alias() if hasattr(t, "alias") else t[:],
     ],
 )
 def test_writes_through_a_view_reach_the_tensor(view) -> None:
@@ -52,16 +41,6 @@ def test_writes_through_a_view_reach_the_tensor(view) -> None:
     for tensor in tensors:
         view(tensor).fill_(7)
     torch.testing.assert_close(tensors[0].cpu(), tensors[1], rtol=0, atol=0)
-
-
-def test_results_that_are_views_share_storage_and_version() -> None:
-    x = torch.zeros(4, device="npu")
-    y = x.unsqueeze(0)
-    assert y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    version = x._version
-    y.add_(1)
-    assert x._version > version
-    assert x.cpu().tolist() == [1.0] * 4
 
 
 def test_in_place_on_a_tensor_that_backward_needs_is_refused() -> None:
@@ -156,14 +135,6 @@ def test_what_is_int32_stays_so() -> None:
     assert torch.equal(F.one_hot(INDEX.int().npu(), 4).cpu(), F.one_hot(INDEX, 4).int())
 
 
-def test_histc_waits_for_its_range_only_if_none_is_given() -> None:
-    experts = torch.tensor([0, 2, 2, 3], device="npu")
-    for options, waits in (({"min": 0, "max": 3}, 0), ({}, 2)):
-        softnpu.reset_counters()
-        torch.histc(experts, bins=4, **options)
-        assert softnpu.counters()["stream_syncs"] == waits
-
-
 @pytest.mark.parametrize(
     "compute",
     [
@@ -184,7 +155,7 @@ def test_results_are_contiguous_as_op_plugin_allocates_them(compute) -> None:
 
 def test_results_go_to_the_device_of_the_arguments(run_forked) -> None:
     code = """
-import softnpu, torch
+import pytest, softnpu, torch
 assert torch.npu.device_count() == 2
 x = torch.ones(3, device="npu:1")
 assert torch.npu.current_device() == 0
@@ -192,12 +163,8 @@ assert (x + 1).device == torch.device("npu:1")
 assert x.unsqueeze(0).device == torch.device("npu:1")
 assert torch.zeros_like(x).device == torch.device("npu:1")
 assert torch.arange(3, device="npu:1").device == torch.device("npu:1")
-try:
+with pytest.raises(RuntimeError, match="npu:1 and npu:0"):
     x + torch.ones(3, device="npu:0")
-except RuntimeError as error:
-    assert "npu:1 and npu:0" in str(error)
-else:
-    raise SystemExit("two devices were mixed")
 """
     run_forked(code, SOFTNPU_DEVICES="2")
 
@@ -223,28 +190,6 @@ def test_tensors_of_the_host_are_refused() -> None:
     assert (x + torch.tensor(2.0)).cpu().eq(3).all()  # a scalar can be sent along
 
 
-def test_no_operator_of_torch_npu_is_left_to_its_own_kernels() -> None:
-    """Every npu:: operator has a formula, is known to need none, or raises an error that names it."""
-    from softnpu.formulas import FORMULAS, NATIVE
-
-    names = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
-    operators = {name.removeprefix("npu::") for name in names if name.startswith("npu::")}
-    assert FORMULAS.keys() <= operators
-    assert operators >= NATIVE
-    for name in operators - FORMULAS.keys() - NATIVE:
-        assert "softnpu" in torch._C._dispatch_dump_table(f"npu::{name}").split("PrivateUse1: ")[1].split("\n")[0], name
-
-
-def test_storage_and_allocator_are_torch_npus() -> None:
-    before = torch.npu.memory_allocated()
-    x = torch.empty(1 << 20, device="npu")
-    assert (
-        torch.npu.memory_allocated() - before == 4 * (1 << 20) + 512
-    )  # torch_npu rounds up, after 32 bytes of its own
-    del x
-    assert torch.npu.memory_allocated() == before
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_softmax_of_16_bits_may_stay_in_float32(dtype: torch.dtype) -> None:
     """The tolerance is that of float32 for a sum of five numbers."""
@@ -259,7 +204,7 @@ def test_a_softmax_of_16_bits_may_stay_in_float32(dtype: torch.dtype) -> None:
 
 def test_lists_on_several_devices_are_taken_one_after_the_other(run_forked) -> None:
     code = """
-import softnpu, torch
+import pytest, softnpu, torch
 lists = [torch.ones(2, device="npu:0"), torch.ones(3, device="npu:1")]
 torch._foreach_mul_(lists, 3.0)
 assert [t.device.index for t in torch._foreach_norm(lists)] == [0, 1]
@@ -268,12 +213,8 @@ torch._foreach_copy_(host, lists)
 assert host[1].tolist() == [3.0] * 3
 torch._foreach_copy_(lists, [torch.ones(2), torch.ones(3)])
 assert lists[0].tolist() == [1.0] * 2
-try:
+with pytest.raises(RuntimeError, match="two devices, npu:0 and cpu"):  # the device reads no memory of the host
     torch._foreach_add(lists, host)
-except RuntimeError as error:
-    assert "two devices, npu:0 and cpu" in str(error)
-else:
-    raise SystemExit("the device has read memory of the host")
 """
     run_forked(code, SOFTNPU_DEVICES="2")
 

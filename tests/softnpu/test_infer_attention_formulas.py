@@ -8,7 +8,8 @@ import torch
 import torch_npu
 
 import softnpu
-from tests.softnpu.exact_attention import TRIANGLE, attend, distance, drawn, moved
+from tests.softnpu.conforming import moved
+from tests.softnpu.exact_attention import TRIANGLE, attend, distance, drawn
 
 SCALE = 0.125
 # inputs are bfloat16 or float16; weights and result are rounded to it: a few times 2^-9 and 2^-12
@@ -19,7 +20,7 @@ exact = partial(attend, scale=SCALE)
 def fused(tensors, heads=4, kv_heads=2, layout="BNSD", **options):
     return torch_npu.npu_fused_infer_attention_score(
         *(t.to("npu") for t in tensors), num_heads=heads, num_key_value_heads=kv_heads, input_layout=layout,
-        scale=SCALE, **moved(options),
+        scale=SCALE, **moved(options, "npu"),
     )  # fmt: skip
 
 
@@ -31,29 +32,24 @@ def close(found, expected, dtype=torch.bfloat16) -> None:
 @pytest.mark.parametrize("mode", ["none", "window", "all", "left up", "right down", "band", "pse"])
 def test_several_queries(dtype, mode) -> None:
     tensors = drawn((2, 4, 3, 64), (2, 2, 5, 64), (2, 2, 5, 64), dtype=dtype)
-    options, hidden, bias = {}, None, 0
-    if mode == "window":  # the mask and the window both leave positions out
-        hidden = torch.zeros(3, 5, dtype=torch.bool)
-        options = {"atten_mask": hidden.clone(), "pre_tokens": 1, "next_tokens": 1}
-        hidden = distance(3, 5).abs() > 1
-    elif mode == "all":
-        hidden = torch.rand(2, 1, 3, 5) < 0.4
-        hidden[..., 0] = False
-        options = {"atten_mask": hidden, "sparse_mode": 1}
-    elif mode == "pse":
-        bias = torch.randn(1, 4, 3, 5).to(dtype)
-        options = {"pse_shift": bias}
-    elif mode != "none":
-        options = {"atten_mask": TRIANGLE, "sparse_mode": ["left up", "right down", "band"].index(mode) + 2}
-        options |= {"pre_tokens": 1, "next_tokens": 0} if mode == "band" else {}
-        hidden = distance(3, 5, 0 if mode == "left up" else 2) > 0
-        hidden |= (distance(3, 5, 2) < -1) & (mode == "band")
+    far, shifted, some = distance(3, 5), distance(3, 5, 2), torch.rand(2, 1, 3, 5) < 0.4
+    some[..., 0] = False
+    bias = torch.randn(1, 4, 3, 5).to(dtype) if mode == "pse" else 0
+    causal, near = {"atten_mask": TRIANGLE}, {"pre_tokens": 1, "next_tokens": 0}
+    options, hidden = {
+        "none": ({}, None),
+        # the window leaves positions out that the mask does not
+        "window": (near | {"atten_mask": far > 2}, (far > 0) | (far < -1)),
+        "all": ({"atten_mask": some, "sparse_mode": 1}, some),
+        "left up": (causal | {"sparse_mode": 2}, far > 0),
+        "right down": (causal | {"sparse_mode": 3}, shifted > 0),
+        "band": (causal | near | {"sparse_mode": 4}, (shifted > 0) | (shifted < -1)),
+        "pse": ({"pse_shift": bias}, None),
+    }[mode]
     out, lse = fused(tensors, softmax_lse_flag=True, **options)
-    for i in range(2):
-        seen = hidden[i] if mode == "all" else hidden
-        expected, sums = exact(*(t[i] for t in tensors), seen, behind=bias[0] if mode == "pse" else 0)
-        close(out[i], expected, dtype)
-        torch.testing.assert_close(lse[i].cpu().double(), sums, rtol=1e-5, atol=1e-5)  # float32 throughout
+    expected, sums = exact(*tensors, hidden, behind=bias)
+    close(out, expected, dtype)
+    torch.testing.assert_close(lse.cpu().double(), sums, rtol=1e-5, atol=1e-5)  # float32 throughout
 
 
 @pytest.mark.parametrize("layout", ["BSH", "BSND", "BNSD_BSND", "BSH_BNSD", "BSND_NBSD"])
@@ -102,8 +98,7 @@ def test_one_query_over_blocks_of_keys() -> None:
 def test_latent_attention_scores_the_rotary_parts_beside() -> None:
     q, c, q_rope, k_rope = drawn((2, 8, 1, 512), (2, 1, 6, 512), (2, 8, 1, 64), (2, 1, 6, 64), dtype=torch.bfloat16)
     out, _ = fused([q, c, c], 8, 1, query_rope=q_rope, key_rope=k_rope)
-    for i in range(2):
-        close(out[i], exact(torch.cat([q[i], q_rope[i]], -1), torch.cat([c[i], k_rope[i]], -1), c[i])[0])
+    close(out, exact(torch.cat([q, q_rope], -1), torch.cat([c, k_rope], -1), c)[0])
 
 
 @pytest.mark.parametrize("layout", ["TND", "NTD_TND"])
@@ -132,9 +127,9 @@ def test_the_mask_of_prompt_attention_is_causal_unless_next_tokens_says_otherwis
     given = {"num_heads": 4, "input_layout": "BNSD", "scale_value": SCALE}
     given["atten_mask"] = torch.zeros(5, 5, dtype=torch.bool, device="npu")
     out = torch_npu.npu_prompt_flash_attention(*(t.to("npu") for t in (q, k, v)), **given)
-    close(out[0], exact(q[0], k[0], v[0], distance(5, 5) > 0)[0])
+    close(out, exact(q, k, v, distance(5, 5) > 0)[0])
     out = torch_npu.npu_prompt_flash_attention(*(t.to("npu") for t in (q, k, v)), **given, next_tokens=5)
-    close(out[0], exact(q[0], k[0], v[0])[0])
+    close(out, exact(q, k, v)[0])
 
 
 def test_rows_that_see_nothing() -> None:

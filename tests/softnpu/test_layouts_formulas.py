@@ -1,4 +1,4 @@
-"""The older operators that lay tensors out anew against numpy, and what they refuse."""
+"""The older operators that lay tensors out anew against numpy."""
 
 import numpy as np
 import pytest

@@ -19,10 +19,11 @@ ALLOCATIONS = {
 
 @pytest.mark.parametrize("allocate", ALLOCATIONS.values(), ids=ALLOCATIONS)
 def test_fresh_memory_holds_nan_in_the_context_only(allocate) -> None:
+    plain = allocate()
     with softnpu.poisoned_memory():
         fresh = allocate()
-        assert fresh.isnan().all()
-        assert fresh.stride() == allocate().stride()
+    assert fresh.isnan().all()
+    assert (fresh.shape, fresh.stride(), fresh.dtype) == (plain.shape, plain.stride(), plain.dtype)
     torch.npu.empty_cache()
     block = torch.zeros(3, 1 << 20, device="npu").data_ptr()  # freed at once, and the one block of this size
     after = torch.empty(3, 1 << 20, device="npu")
@@ -30,17 +31,8 @@ def test_fresh_memory_holds_nan_in_the_context_only(allocate) -> None:
     assert not after.isnan().any()
 
 
-def test_strides_and_layouts_stay_what_they_were() -> None:
-    with softnpu.poisoned_memory():
-        poisoned = [allocate() for allocate in ALLOCATIONS.values()]
-        empty = torch.empty(0, 3, device="npu")
-    plain = [allocate() for allocate in ALLOCATIONS.values()]
-    assert [(t.shape, t.stride(), t.dtype) for t in poisoned] == [(t.shape, t.stride(), t.dtype) for t in plain]
-    assert empty.shape == (0, 3)
-
-
 def test_contexts_nest() -> None:
     with softnpu.poisoned_memory():
         with softnpu.poisoned_memory():
-            pass
+            assert torch.empty(0, 3, device="npu").shape == (0, 3)
         assert torch.empty(3, device="npu").isnan().all()

@@ -1,42 +1,27 @@
-"""What operators refuse, as the device does: by their name, with the rule. Those for experts are beside their formulas.
+"""What operators refuse, as the device does: by their name, with the rule.
 
 That no operator takes float64 is asked of each that a test of formulas calls: conforming.py.
 """
+
+import re
 
 import pytest
 import torch
 import torch_npu
 from torch import Tensor
 
-HALF, FP16, INT = torch.bfloat16, torch.float16, torch.int32
+from tests.softnpu.expert_refusals import EXPERTS
+from tests.softnpu.given import LONG, fp16, half, index, int8, int32, npu
+
+SWIGLU_BACKWARD, GEGLU_GRAD = torch.ops.npu.npu_swiglu_backward, torch.ops.npu.npu_geglu_grad
 
 
-def npu(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.ones(shape, dtype=dtype, device="npu")
+def rotary(x: tuple[int, ...], cos: tuple[int, ...], mode: str = "half", **options) -> Tensor:
+    return torch_npu.npu_rotary_mul(npu(*x), npu(*cos), npu(*cos), mode, **options)
 
 
-def half(*shape: int) -> Tensor:
-    return npu(*shape, dtype=HALF)
-
-
-def fp16(*shape: int) -> Tensor:
-    return npu(*shape, dtype=FP16)
-
-
-def whole(*shape: int) -> Tensor:
-    return npu(*shape, dtype=torch.int8)
-
-
-def index(*numbers, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.tensor(numbers, dtype=dtype, device="npu")
-
-
-def rotary(x: tuple[int, ...], cos: tuple[int, ...], mode: str = "half", dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch_npu.npu_rotary_mul(npu(*x, dtype=dtype), npu(*cos, dtype=dtype), npu(*cos, dtype=dtype), mode)
-
-
-def gradient_of_cos(x: tuple[int, ...], cos: tuple[int, ...]) -> None:
-    torch_npu.npu_rotary_mul(npu(*x), npu(*cos).requires_grad_(), npu(*cos)).sum().backward()
+def gradient_of_cos(x: tuple[int, ...], cos: tuple[int, ...], **options) -> None:
+    torch_npu.npu_rotary_mul(npu(*x), npu(*cos).requires_grad_(), npu(*cos), **options).sum().backward()
 
 
 def mrope(positions: Tensor, head_size: int = 64, rows: int = 32, **options):
@@ -80,17 +65,26 @@ def joined(**options):
     return torch_npu.npu_ring_attention_update(**given | options)
 
 
-def permuted(**options):
-    routing_map = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 1, 1]]).bool().npu()
-    given = {"tokens": npu(5, 8), "routing_map": routing_map, "num_out_tokens": 10} | options
-    return torch_npu.npu_moe_token_permute_with_routing_map(**given)
+def indexed(**options):
+    given = {"query": half(2, 5, 8, 128), "key": half(2, 11, 1, 128), "weights": half(2, 5, 8)} | options
+    return torch_npu.npu_lightning_indexer(**given)
+
+
+def chosen(**options):
+    given = {"query": half(2, 5, 8, 512), "key": half(2, 11, 1, 512), "value": half(2, 11, 1, 512)}
+    given |= {"query_rope": half(2, 5, 8, 64), "key_rope": half(2, 11, 1, 64), "sparse_indices": int32(2, 5, 1, 6)}
+    return torch_npu.npu_sparse_flash_attention(**given | {"scale_value": 0.1, "attention_mode": 2} | options)
+
+
+def clipped(group_index: Tensor) -> Tensor:
+    return torch_npu.npu_clipped_swiglu(npu(2, 4), group_index=group_index)
 
 
 TRIANGLE = torch.ones(2048, 2048, dtype=torch.bool).triu(1).npu()
 HIDDEN = torch.ones(5, 7, dtype=torch.bool).npu()
 FEW = torch.zeros(3, 5, dtype=torch.bool).npu()
-A, B, X, W = whole(3, 16), whole(16, 4), fp16(3, 64), whole(64, 4)
-P, K, BIG, RANKS = npu(4), npu(4, dtype=INT), npu(1, 1, 32, 32), npu(2, 3, 4)
+A, B, X, W = int8(3, 16), int8(16, 4), fp16(3, 64), int8(64, 4)
+P, K, BIG, RANKS = npu(4), int32(4), npu(1, 1, 32, 32), npu(2, 3, 4)
 ACTIVATIONS_AND_NORMS = [
     (lambda: torch_npu.npu_silu(half(2)), "npu_silu: .*dtypes"),
     (lambda: torch_npu.npu_gelu(npu(2), approximate="erf"), "approximate must be"),
@@ -114,6 +108,47 @@ ACTIVATIONS_AND_NORMS = [
     (lambda: torch_npu.npu_group_norm_silu(RANKS, npu(3), npu(3), 2), "divide the 3 channels"),
     (lambda: torch_npu.npu_group_norm_silu(RANKS, npu(3), npu(3), 3, 0.0), "eps must be positive"),
 ]
+GATED_UNITS = [
+    *[
+        (lambda call=call, x=x, options=options: call(x, **options), f"npu_.*{rule}")
+        for call in (
+            torch_npu.npu_swiglu,
+            torch_npu.npu_geglu,
+            torch_npu.npu_clipped_swiglu,
+            lambda x, **options: SWIGLU_BACKWARD(x, x, **options),
+            lambda x, **options: GEGLU_GRAD(x, x, x, **options),
+        )
+        for x, options, rule in (
+            (int32(4, 4), {}, "int32"),
+            (npu(), {}, r"1 to 8 dimensions, got float32 \[\]"),
+            (npu(*[2] * 9), {}, "1 to 8 dimensions"),
+            (npu(4, 4), {"dim": 2}, "dim 2 is out of range"),
+            (npu(4, 4), {"dim": -3}, "dim -3 is out of range"),
+            (npu(4, 5), {}, r"along dim -1 must be even, got float32 \[4, 5\]"),
+            (npu(3, 4), {"dim": 0}, "along dim 0 must be even"),
+        )
+    ],
+    (lambda: torch_npu.npu_swiglu(npu(8, 2).t()), r"npu_swiglu: input must be contiguous, got .* \[1, 2\]"),
+    (lambda: torch_npu.npu_swiglu(npu(0, 4)), r"npu_swiglu: input is empty: float32 \[0, 4\]"),
+    # forward it runs
+    (lambda: torch_npu.npu_swiglu(npu(2, 6).requires_grad_()).sum().backward(), "half along dim -1 .* 64 bytes"),
+    (lambda: SWIGLU_BACKWARD(npu(0, 16), npu(0, 32)), "npu_swiglu_backward: input is empty"),
+    (lambda: SWIGLU_BACKWARD(npu(2, 16), half(2, 32)), r"\(float32, bfloat16\)"),
+    (lambda: SWIGLU_BACKWARD(npu(2, 32), npu(2, 32)), r"npu_swiglu_backward: grad_output must .* \[2, 16\], got"),
+    (lambda: SWIGLU_BACKWARD(npu(2, 24), npu(2, 48)), "64 bytes, got 24 elements of 4 bytes, 96 bytes"),
+    (lambda: SWIGLU_BACKWARD(half(16, 2), half(32, 2), 0), "multiple of 64 bytes, .* 32 bytes"),
+    (lambda: torch_npu.npu_geglu(npu(2, 4), approximate=2), "npu_geglu: approximate is 2"),
+    (lambda: GEGLU_GRAD(npu(2, 2), npu(2, 4), npu(2, 2), approximate=-1), "npu_geglu_grad: approximate is -1"),
+    (lambda: GEGLU_GRAD(npu(2, 2), npu(2, 4), half(2, 2)), r"\(float32, float32, bfloat16\)"),
+    (lambda: GEGLU_GRAD(npu(2, 1), npu(2, 4), npu(2, 2)), r"npu_geglu_grad: grad_output must .* \[2, 2\]"),
+    (lambda: GEGLU_GRAD(npu(2, 2), npu(2, 4), npu(2, 4)), r"npu_geglu_grad: gelu must .* \[2, 2\]"),
+    (lambda: torch_npu.npu_clipped_swiglu(npu(8, 2).t()), "npu_clipped_swiglu: x must be contiguous"),
+    (lambda: clipped(int32(2)), r"group_index must be int64 and have 1 dimension, got int32 \[2\]"),
+    (lambda: clipped(index([1, 1])), r"int64 and have 1 dimension, got int64 \[1, 2\]"),
+    (lambda: clipped(npu(8193, dtype=LONG)), "group_index has 8193 elements; the device takes at most 8192"),
+    (lambda: clipped(index(1, 1, 1)[::2]), "group_index must be contiguous"),
+    (lambda: clipped(index(-1, 1)), "group_index has a negative element"),
+]
 ROTATIONS = [
     (lambda: rotary((2, 3, 5), (2, 1, 5)), "npu_rotary_mul: .*even"),
     (lambda: rotary((2, 3, 896), (2, 1, 896)), "below 896"),
@@ -128,7 +163,7 @@ ROTATIONS = [
     # a decode step: 16 heads for one position
     (lambda: rotary((1, 16, 1, 64), (1, 1, 1, 64)), "B·N <= 8·S"),
     (lambda: rotary((16, 4, 1, 64), (16, 1, 1, 64)), "B·N <= 8·S"),  # though S11D is legal
-    (lambda: rotary((2, 3, 40, 16), (2, 1, 40, 16), dtype=HALF), "blocks of 32 bytes"),
+    (lambda: torch_npu.npu_rotary_mul(half(2, 3, 40, 16), *[half(2, 1, 40, 16)] * 2), "blocks of 32 bytes"),
     (lambda: rotary((1000, 1000, 1, 2), (1000, 1, 1, 2)), "B·N"),
     (lambda: rotary((2, 1000, 2), (2, 1, 2)), "N < 1000"),
     (lambda: rotary((2, 3, 4, 64), (2, 3, 1, 64), "interleave"), "interleave takes cos as"),
@@ -136,6 +171,8 @@ ROTATIONS = [
     (lambda: rotary((100, 3, 10, 2), (1, 3, 1, 2), "interleave"), "B·N < 1000"),
     (lambda: gradient_of_cos((2, 3, 600, 2), (2, 3, 1, 2)), "B·N <= 1024"),
     (lambda: gradient_of_cos((4, 2, 3, 64), (4, 2, 1, 64)), "B < S"),
+    (lambda: rotary((1, 4, 1, 16), (1, 4, 1, 16), rotate=npu(8, 16)), "rotate must be"),
+    (lambda: gradient_of_cos((1, 4, 1, 16), (1, 4, 1, 16), rotate=npu(16, 16)), "with rotate there is no gradient"),
     (lambda: torch_npu.npu_apply_rotary_pos_emb(*[half(1, 2, 1, 32)] * 4), "head size of 64 or 128"),
     (lambda: torch_npu.npu_apply_rotary_pos_emb(*[half(1, 2, 2, 64)] * 4), "cos must have the tokens"),
     (lambda: torch_npu.npu_interleave_rope(*[half(1, 1, 2, 32)] * 3), "npu_interleave_rope: .*64"),
@@ -144,7 +181,7 @@ ROTATIONS = [
     (lambda: mrope(index([0], [0], [0]), mrope_section=[4, 6, 6]), "mrope_section must be one of"),
     (
         lambda: mrope(index(*[[0]] * 4), 128, 128, mrope_section=[16] * 4, cache_mode="interleave"),
-        "cache_mode interleave takes three sections",
+        "takes three sections",
     ),
     (lambda: mrope(index(0), cache_mode="other"), "cache_mode only support default or interleave"),
     (lambda: kept(index([0, 4])), "npu_kv_rmsnorm_rope_cache: .*below the 4 places"),
@@ -165,13 +202,10 @@ ATTENTION = [
     (lambda: attention(padding_mask=npu(5, 7)), "padding_mask"),
     (lambda: attention(sparse_mode=7), r"sparse_mode must be in .* in the layout BNSD, got 7"),
     (lambda: attention(shapes=((2, 4, 5, 16), (2, 2, 7, 8), (2, 2, 7, 16))), "head sizes must be Dq = Dk >= Dv"),
-    (
-        lambda: torch_npu.npu_fusion_attention_v3(npu(1, 4, 5, 16), npu(1, 4, 5, 16), half(1, 4, 5, 16), 4, "BNSD"),
-        "float32, float32, bfloat16",
-    ),
+    (lambda: torch_npu.npu_fusion_attention_v3(RANKS, RANKS, RANKS.half(), 2, "BSH"), "float32, float32, float16"),
     (
         lambda: attention(1, [(1, 4, 16, 16)] * 3, keep_prob=0.5, dropout_mask=P.byte()),
-        r"a bit for each of 1024 weights, as uint8, got uint8 \[4\]",
+        r"1024 weights, as uint8, got uint8 \[4\]",
     ),
     (lambda: attention(2, pse_type=4), r"npu_fusion_attention_v2: pse_type must be in \[0, 3\]"),
     (lambda: attention(2, pse_type=2, pse=npu(4)), "slopes need as many keys as queries"),
@@ -181,10 +215,7 @@ ATTENTION = [
     (lambda: sequences(sparse_mode=7, pre_tokens=3, next_tokens=0), "needs pre_tockens >= 4"),
     (lambda: sequences(sparse_mode=3, actual_seq_kvlen=[2, 7]), "without any key"),
     (lambda: sequences(actual_seq_kvlen=[7, 7]), "queries need keys"),
-    (
-        lambda: inference([(1, 4, 1, 64), *[(1, 4, 600, 64)] * 2], atten_mask=npu(1, 1, 1, 600) == 0),
-        "does not hide keys behind 512",
-    ),
+    (lambda: inference([(1, 4, 1, 64), *[(1, 4, 600, 64)] * 2], atten_mask=npu(1, 1, 1, 600) == 0), "keys behind 512"),
     (lambda: inference([(1, 4, 1, 64), *[(1, 4, 6, 64)] * 2], inner_precise=2), "one query takes inner_precise 0 or 1"),
     (lambda: inference(sparse_mode=5), r"sparse_mode must be in \[0, 4\]"),
     (lambda: inference(sparse_mode=3), "needs atten_mask"),
@@ -196,10 +227,7 @@ ATTENTION = [
     (lambda: inference(query_rope=half(2, 4, 3, 64)), "given together"),
     (lambda: inference(heads=8, num_key_value_heads=8), "must have 8 heads"),
     (lambda: inference([(1, 4, 3, 24)] * 3), "by 16"),
-    (
-        lambda: inference([(5, 4, 32)] * 3, layout="TND", actual_seq_lengths=[5], actual_seq_lengths_kv=[5]),
-        "take head",
-    ),
+    (lambda: inference([(5, 4, 32)] * 3, layout="TND", actual_seq_lengths=[5], actual_seq_lengths_kv=[5]), "take head"),
     (lambda: inference([(5, 4, 64)] * 3, layout="TND"), "cumulative lengths"),
     (lambda: inference(antiquant_scale=npu(2)), "no form of the operator with antiquant_scale"),
     (
@@ -208,6 +236,18 @@ ATTENTION = [
         ),
         "query must be contiguous",
     ),
+    (lambda: indexed(query=half(2, 5, 65, 128), weights=half(2, 5, 65)), "at most 64 heads"),
+    (lambda: indexed(key=half(2, 11, 2, 128)), "one head"),
+    (lambda: indexed(weights=half(2, 5, 7)), "weights must be"),
+    (lambda: indexed(sparse_count=2049), "sparse_count must be"),
+    (lambda: indexed(sparse_mode=1), "sparse_mode must be 0 or 3"),
+    (lambda: indexed(layout_query="TND"), "one layout"),
+    (lambda: chosen(query=half(2, 5, 3, 512), query_rope=half(2, 5, 3, 64)), "1, 2, 4 to 128 heads"),
+    (lambda: chosen(attention_mode=0), "attention_mode must be 2"),
+    (lambda: chosen(value=half(2, 9, 1, 512)), "value must be as key"),
+    (lambda: chosen(sparse_indices=int32(2, 5, 6)), "sparse_indices must be"),
+    (lambda: chosen(sparse_indices=int32(2, 5, 1, 6) * 11), "below the 11 keys"),
+    (lambda: chosen(sinks=npu(8)), "no sinks"),
     (lambda: joined(input_layout="BSH"), "input_layout must be"),
     (lambda: joined(cur_attn_out=npu(5, 2, 32)), "of one shape"),
 ]  # fmt: skip
@@ -239,12 +279,7 @@ LOSSES_AND_LAYOUTS = [
     (lambda: torch_npu.npu_top_k_top_p(npu(4, 5), P * 2, K), r"p must be in \[0, 1\]"),
     (lambda: torch_npu.npu_scaled_masked_softmax(npu(4, 5), npu(4, 5).bool()), "32 to 4096"),
     (lambda: torch_npu.npu_scaled_masked_softmax(BIG, BIG.bool()), "no source defines"),
-    (
-        lambda: torch_npu.npu_apply_adam_w(0, 0, 0, 0, 0, 0, 0, P, P, True, None, out=(P, P, P)),
-        "amsgrad is not supported",
-    ),
-    (lambda: permuted(num_out_tokens=5), "every token 1 experts"),
-    (lambda: permuted(num_out_tokens=24, drop_and_pad=True), "6 rows of 5 an expert"),
+    (lambda: torch_npu.npu_apply_adam_w(*[0] * 7, P, P, True, None, out=(P, P, P)), "amsgrad is not supported"),
 ]  # fmt: skip
 PRODUCTS = [
     (lambda: torch_npu.npu_linear(fp16(2, 4), fp16(3, 5)), "npu_linear: needs"),
@@ -270,26 +305,11 @@ PRODUCTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("call", "rule"), [*ACTIVATIONS_AND_NORMS, *ROTATIONS, *ATTENTION, *LOSSES_AND_LAYOUTS, *PRODUCTS]
-)
+TABLES = (ACTIVATIONS_AND_NORMS, GATED_UNITS, ROTATIONS, ATTENTION, LOSSES_AND_LAYOUTS, PRODUCTS, EXPERTS)
+
+
+@pytest.mark.parametrize(("call", "rule"), [line for table in TABLES for line in table])
 def test_what_the_device_refuses_is_refused_with_the_rule(call, rule: str) -> None:
-    with pytest.raises((RuntimeError, NotImplementedError), match=rule):
+    with pytest.raises((RuntimeError, NotImplementedError), match=rule) as refusal:
         call()
-
-
-def test_a_loss_without_a_gradient_takes_what_has_none() -> None:
-    for options in ({"label_smoothing": 0.1, "reduction": "sum"}, {"ignore_index": 4}):
-        assert loss(**options)[0].isfinite()
-
-
-def test_a_rotation_given_as_a_matrix_has_no_gradient() -> None:
-    x, cos, sin = (torch.randn(1, 4, 1, 16) for _ in range(3))
-    a, b = torch.eye(16).chunk(2, -1)
-    matrix, given = torch.cat([-b, a], -1), [t.npu() for t in (x, cos, sin)]
-    found = torch_npu.npu_rotary_mul(*given, rotate=matrix.npu())
-    torch.testing.assert_close(found.cpu(), x * cos + torch.cat([-x[..., 8:], x[..., :8]], -1) * sin)
-    for leaf, turned, rule in ((given[0].clone().requires_grad_(), matrix, "with rotate there is no gradient"),
-                               (given[0], matrix[:8], "rotate must be")):  # fmt: skip
-        with pytest.raises(RuntimeError, match=rule):
-            torch_npu.npu_rotary_mul(leaf, *given[1:], rotate=turned.npu())
+    assert re.search("npu_|batch_norm_", str(refusal.value))

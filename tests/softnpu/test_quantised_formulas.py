@@ -50,12 +50,9 @@ def test_products_of_int8_matrices(dtype, by_token, batch) -> None:
         found = torch_npu.npu_quant_matmul(
             a.to("npu"), b.to("npu"), scale.to("npu"), output_dtype=NUMBERS[dtype], **options
         )
-        expected = a.double() @ b.double()
-        expected = (
-            (expected + bias.double()) * scale.double() if bias.dtype == torch.int32 else expected * scale.double()
-        )
-        expected = expected * tokens.double().unsqueeze(-1) if by_token else expected
-        expected = expected + bias.double() if bias.dtype != torch.int32 else expected
+        before, behind = (bias, 0) if bias.dtype == torch.int32 else (0, bias)
+        factor = scale.double() * (tokens.double().unsqueeze(-1) if by_token else 1)
+        expected = (a.double() @ b.double() + before) * factor + behind
         if dtype == torch.int8:
             assert ((expected + 3).clamp(-128, 127) - found.cpu().double()).abs().max() <= 0.51
             continue

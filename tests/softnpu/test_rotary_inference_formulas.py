@@ -86,9 +86,7 @@ def test_mrope(mode, section, cache_mode) -> None:
     for result, x in zip(found, (q, k)):
         heads = x.double().view(7, -1, 128)
         turned, rest = heads[..., :size], heads[..., size:]
-        if mode == "half":
-            turned = turned.unflatten(-1, (2, -1)).mT.flatten(-2)  # as pairs
-        a, b = turned[..., ::2], turned[..., 1::2]
+        a, b = turned.chunk(2, -1) if mode == "half" else (turned[..., ::2], turned[..., 1::2])
         c, s = turn.cos().unsqueeze(1), turn.sin().unsqueeze(1)
         real, imaginary = a * c - b * s, a * s + b * c
         turned = torch.cat([real, imaginary], -1) if mode == "half" else torch.stack([real, imaginary], -1).flatten(-2)

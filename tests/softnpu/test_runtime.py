@@ -96,20 +96,11 @@ def test_a_device_node_counts_only_with_a_number(monkeypatch) -> None:
         assert runtime.real_device() is expected
 
 
-def test_the_number_of_devices_can_be_set(run_forked) -> None:
-    run_forked("import softnpu, torch; assert torch.npu.device_count() == 3", SOFTNPU_DEVICES="3")
-
-
-def test_a_process_may_see_some_of_the_devices(run_forked) -> None:
-    code = "import softnpu, torch; print(torch.npu.device_count(), torch.ones(2, device='npu:1').device)"
-    result = run_forked(code, SOFTNPU_DEVICES="8", ASCEND_RT_VISIBLE_DEVICES="4,6")
-    assert result.stdout.split("\n")[-2] == "2 npu:1"
-
-
-def test_a_list_of_devices_ends_before_the_first_that_is_not_there(run_forked) -> None:
+def test_a_process_sees_the_devices_of_a_list_before_the_first_that_is_not_there(run_forked) -> None:
     """A server has eight, unless SOFTNPU_DEVICES says otherwise."""
     count = "import softnpu, torch; print(torch.npu.device_count(), torch.npu.is_available())"
-    cases = {("32", "8"): "0 False", ("0,1,8,3", "8"): "2 True", ("3,x", "8"): "1 True", ("8", "16"): "1 True"}
+    cases = {("4,6", "8"): "2 True", ("32", "8"): "0 False", ("0,1,8,3", "8"): "2 True", ("3,x", "8"): "1 True"}
+    cases |= {("8", "16"): "1 True"}
     for (visible, there), said in cases.items():
         result = run_forked(count, ASCEND_RT_VISIBLE_DEVICES=visible, SOFTNPU_DEVICES=there)
         assert result.stdout.splitlines()[-1] == said
@@ -117,7 +108,7 @@ def test_a_list_of_devices_ends_before_the_first_that_is_not_there(run_forked) -
 
 def test_expandable_segments_grow_and_give_memory_back(run_forked) -> None:
     code = """
-import softnpu, torch
+import pytest, softnpu, torch
 x = torch.arange(30 << 20, device="npu", dtype=torch.int32)  # 120 MB and the padding behind it: seven pieces of 20 MB
 free = torch.npu.mem_get_info()[0]
 assert (x[-1] + 1).item() == 30 << 20
@@ -125,10 +116,9 @@ del x
 torch.npu.empty_cache()
 assert torch.npu.mem_get_info()[0] == free + (140 << 20)
 assert torch.ones(60 << 20, device="npu", dtype=torch.uint8).sum().item() == 60 << 20
-try:
+with pytest.raises(torch.OutOfMemoryError):
     torch.empty(65 << 30, device="npu", dtype=torch.uint8)
-except torch.OutOfMemoryError:
-    assert (torch.ones(30, device="npu") + 1).sum().item() == 60
+assert (torch.ones(30, device="npu") + 1).sum().item() == 60
 """
     run_forked(code, PYTORCH_NPU_ALLOC_CONF="expandable_segments:True")
 
@@ -146,15 +136,12 @@ assert torch.ones(2).pin_memory().npu(non_blocking=True).sum().item() == 2
 
 def test_a_device_that_is_not_there_is_refused_with_the_variable_that_sets_how_many(run_forked) -> None:
     code = """
-import softnpu, torch
+import pytest, softnpu, torch
+said = "There is no device 2: the software devices are 0 to 1. Set the environment variable SOFTNPU_DEVICES to how many"
 for call in (lambda: torch.npu.set_device(2), lambda: torch.ones(2, device="npu:2")):
-    try:
+    with pytest.raises(RuntimeError) as error:
         call()
-    except RuntimeError as error:
-        assert "There is no device 2: the software devices are 0 to 1. Set the environment" in str(error)
-        assert "variable SOFTNPU_DEVICES to how many you want, at most 64" in str(error)
-    else:
-        raise SystemExit("there are two devices")
+    assert said + " you want, at most 64" in " ".join(str(error.value).split())
 assert torch.npu.current_device() == 0
 """
     run_forked(code, SOFTNPU_DEVICES="2")
@@ -239,17 +226,3 @@ def test_an_import_loads_torch_and_torch_npu_and_nothing_else(run_python, librar
     ours = run_python("import softnpu" + modules).stdout.splitlines()[-1].split()
     assert "torch_npu" in ours
     assert {name.partition(".")[0] for name in set(ours) - set(theirs)} == {"softnpu"}
-
-
-def test_the_version_of_cann_can_be_chosen(run_python) -> None:
-    """And has libraries of its own."""
-    code = (
-        "import softnpu, torch_npu; print(torch_npu.utils.collect_env.get_cann_version()); from torch_npu.npu import "
-    )
-    code += "utils; assert utils.get_cann_version() == torch_npu.utils.collect_env.get_cann_version(); assert "
-    code += "utils._is_gte_cann_version('8.1.RC1') and not utils._is_gte_cann_version('9.9.0')"
-    code += "; import os; print(os.environ['ASCEND_HOME_PATH'])"
-    version, home = run_python(code, SOFTNPU_CANN="8.2.RC1").stdout.splitlines()[-2:]
-    assert version == "8.2.RC1"
-    assert Path(home).parent == runtime.cache()
-    assert home != os.environ["ASCEND_HOME_PATH"]

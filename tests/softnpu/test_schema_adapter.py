@@ -1,7 +1,5 @@
 """Formulas under the schemas of other releases: parameters by name, their defaults, fewer results."""
 
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,17 +14,11 @@ def formula(
     return (input if bias is None else input + bias) * scale, mode, scale
 
 
-@pytest.fixture
-def operator() -> Iterator[Callable[[str], torch._ops.OpOverload]]:
-    """Defines an operator with the schema of another release."""
-    library = torch.library.Library("fitting", "DEF")
-
-    def define(schema: str) -> torch._ops.OpOverload:
-        library.define(schema)
-        return getattr(torch.ops.fitting, schema.partition("(")[0]).default
-
-    yield define
-    library._destroy()
+def called(schema: str, *arguments, **options) -> tuple:
+    """Call the formula as an operator with the schema of another release."""
+    with torch.library._scoped_library("fitting", "DEF") as library:
+        name = library.define(schema)
+        return adapted(getattr(torch.ops.fitting, name).default, formula)(*arguments, **options)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +41,11 @@ def operator() -> Iterator[Callable[[str], torch._ops.OpOverload]]:
         ("e(Tensor input, bool fast=False, int mode=4) -> (Tensor, int, float)", (torch.ones(2),), {}, (1.0, 4, 1.0)),
     ],
 )
-def test_a_formula_is_called_as_the_schema_says(operator, schema, arguments, options, expected) -> None:
-    result, *others = adapted(operator(schema), formula)(*arguments, **options)
+def test_a_formula_is_called_as_the_schema_says(schema, arguments, options, expected) -> None:
+    result, *others = called(schema, *arguments, **options)
     assert (result[0].item(), *others) == expected
 
 
-def test_a_parameter_that_the_formula_has_not_is_refused_by_name(operator) -> None:
-    call = adapted(operator("f(Tensor input, bool fast=False) -> (Tensor, int, float)"), formula)
+def test_a_parameter_that_the_formula_has_not_is_refused_by_name() -> None:
     with pytest.raises(NotImplementedError, match="fitting::f: the software device has no parameter fast"):
-        call(torch.ones(2), True)
+        called("f(Tensor input, bool fast=False) -> (Tensor, int, float)", torch.ones(2), True)

@@ -1,29 +1,31 @@
-"""npu_lightning_indexer and npu_sparse_flash_attention against float64, and what they refuse."""
-
-from __future__ import annotations
+"""npu_lightning_indexer and npu_sparse_flash_attention against float64."""
 
 import pytest
 import torch
 import torch_npu
 from torch import Tensor
 
+from tests.softnpu.exact_attention import drawn
+from tests.softnpu.given import HALF, INT, index
+
 HEADS, QUERIES, KEYS = 8, 5, 11
+PACKED = {"layout_query": "TND", "layout_key": "TND"}
 BEHIND = torch.ones(QUERIES, KEYS, dtype=torch.bool).triu(KEYS - QUERIES + 1)
 
 
-def drawn(*sizes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(size).to(dtype) for size in sizes]
-
-
 def indexed(weights: torch.dtype = torch.float32) -> list[Tensor]:
-    q, k, w = drawn((2, QUERIES, HEADS, 128), (2, KEYS, 1, 128), (2, QUERIES, HEADS))
+    q, k, w = drawn((2, QUERIES, HEADS, 128), (2, KEYS, 1, 128), (2, QUERIES, HEADS), dtype=HALF)
     return [q, k, w.to(weights)]
 
 
 def attended() -> list[Tensor]:
     sizes = [(2, n, heads, d) for d in (512, 64) for n, heads in ((QUERIES, HEADS), (KEYS, 1))]
-    return [0.3 * tensor for tensor in drawn(*sizes)]
+    return [0.3 * tensor for tensor in drawn(*sizes, dtype=HALF)]
+
+
+def lengths(of_queries: list[int], of_keys: list[int]) -> dict[str, Tensor]:
+    query, key = index(*of_queries, dtype=INT), index(*of_keys, dtype=INT)
+    return {"actual_seq_lengths_query": query, "actual_seq_lengths_key": key}
 
 
 def scores_of(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
@@ -50,15 +52,11 @@ def test_an_indexer_chooses_what_scores_highest(mode: int) -> None:
 def test_lengths_and_packed_sequences_are_those_of_each_sequence() -> None:
     q, k, w = (t.npu() for t in indexed())
     alone = torch_npu.npu_lightning_indexer(q[1:, :3].contiguous(), k[1:, :7].contiguous(), w[1:, :3].contiguous())[0]
-    lengths = {"actual_seq_lengths_query": torch.tensor([5, 3]), "actual_seq_lengths_key": torch.tensor([11, 7])}
-    lengths = {name: length.int().npu() for name, length in lengths.items()}
-    found = torch_npu.npu_lightning_indexer(q, k, w, **lengths)[0]
+    found = torch_npu.npu_lightning_indexer(q, k, w, **lengths([5, 3], [11, 7]))[0]
     assert torch.equal(found[1, :3], alone[0])
     assert (found[1, 3:] == -1).all()
     packed = [torch.cat((t[0], t[1, :n])) for t, n in ((q, 3), (k, 7), (w, 3))]
-    ends = {"actual_seq_lengths_query": torch.tensor([5, 8]), "actual_seq_lengths_key": torch.tensor([11, 18])}
-    ends = {name: end.int().npu() for name, end in ends.items()}
-    found = torch_npu.npu_lightning_indexer(*packed, **ends, layout_query="TND", layout_key="TND")[0]
+    found = torch_npu.npu_lightning_indexer(*packed, **lengths([5, 8], [11, 18]), **PACKED)[0]
     assert torch.equal(found[5:], alone[0])
 
 
@@ -67,12 +65,9 @@ def test_sequences_without_queries_leave_their_keys_out() -> None:
     q, k, w = (t[:1].npu() for t in indexed())
     alone = torch_npu.npu_lightning_indexer(q, k[:, 2:9].contiguous(), w, sparse_count=4)[0][0]
     packed = [t[0] for t in (q, k, w)]
-    options = {"layout_query": "TND", "layout_key": "TND", "sparse_count": 4}
 
     def found(ends: list[int], key_ends: list[int]) -> Tensor:
-        lengths = [torch.tensor(each, dtype=torch.int32).npu() for each in (ends, key_ends)]
-        names = "actual_seq_lengths_query", "actual_seq_lengths_key"
-        return torch_npu.npu_lightning_indexer(*packed, **dict(zip(names, lengths)), **options)[0].cpu()
+        return torch_npu.npu_lightning_indexer(*packed, **lengths(ends, key_ends), **PACKED, sparse_count=4)[0].cpu()
 
     assert torch.equal(found([0, QUERIES, QUERIES], [2, 9, KEYS]), alone.cpu())
     of_no_keys = found([2, QUERIES], [0, KEYS])
@@ -126,46 +121,3 @@ def test_attention_is_to_chosen_keys_and_so_is_its_gradient(mode: int) -> None:
     assert (sums - scores.detach().logsumexp(-1)).abs().max() <= 1e-5  # float32 sums of 576
     for leaf, truth in zip(leaves, exact):
         assert (leaf.grad.cpu().double() - truth.grad).norm() <= 2**-7 * truth.grad.norm()
-
-
-@pytest.mark.parametrize(
-    ("change", "rule"),
-    [
-        ({"query": torch.ones(2, 5, 65, 128)}, "at most 64 heads"),
-        ({"key": torch.ones(2, 11, 2, 128)}, "one head"),
-        ({"weights": torch.ones(2, 5, 7)}, "weights must be"),
-        ({"sparse_count": 2049}, "sparse_count must be"),
-        ({"sparse_mode": 1}, "sparse_mode must be 0 or 3"),
-        ({"layout_query": "TND"}, "one layout"),
-    ],
-)
-def test_an_indexer_refuses_with_the_rule(change: dict, rule: str) -> None:
-    given = dict(zip(("query", "key", "weights"), indexed())) | change
-    given = {n: t.bfloat16().npu() if isinstance(t, Tensor) else t for n, t in given.items()}
-    if change.keys() == {"query"}:
-        given["weights"] = torch.ones(2, 5, 65, dtype=torch.bfloat16, device="npu")
-    with pytest.raises(RuntimeError, match=rule):
-        torch_npu.npu_lightning_indexer(**given)
-
-
-@pytest.mark.parametrize(
-    ("change", "rule"),
-    [
-        ({"query": torch.ones(2, 5, 3, 512), "query_rope": torch.ones(2, 5, 3, 64)}, "1, 2, 4 to 128 heads"),
-        ({"attention_mode": 0}, "attention_mode must be 2"),
-        ({"value": torch.ones(2, 9, 1, 512)}, "value must be as key"),
-        ({"sparse_indices": torch.zeros(2, 5, 6)}, "sparse_indices must be"),
-        ({"sparse_indices": torch.full((2, 5, 1, 6), 11.0)}, "below the 11 keys"),
-        ({"sinks": torch.ones(8)}, "no sinks"),
-    ],
-)
-def test_attention_refuses_with_the_rule(change: dict, rule: str) -> None:
-    q, k, q_rope, k_rope = attended()
-    given = {"query": q, "key": k, "value": k, "sparse_indices": torch.zeros(2, 5, 1, 6), "query_rope": q_rope}
-    given |= {"key_rope": k_rope, "scale_value": 0.1, "attention_mode": 2} | change
-    given["sparse_indices"] = given["sparse_indices"].int()
-    moved = {n: t.npu() if isinstance(t, Tensor) else t for n, t in given.items()}
-    for name in ("query", "key", "value", "query_rope", "key_rope"):
-        moved[name] = moved[name].bfloat16()
-    with pytest.raises(RuntimeError, match=rule):
-        torch_npu.npu_sparse_flash_attention(**moved)

@@ -8,23 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.losses import IGNORED, is_near, leaves, logits_of
-
-options = st.fixed_dictionaries(
-    {}, optional={"logit_scale": st.sampled_from([0.25, 3.0, -1.5]), "softcap": st.sampled_from([1.0, 5.0, 30.0])}
-)
+from tests.support.losses import IGNORED, assert_no_further, bends, draw, is_near, leaves, logits_of, wide
 
 
-def drawn(tokens: int, words: int, hidden: int, seed: int, bias: bool) -> tuple[list[Tensor | None], Tensor, Tensor]:
-    """Return hidden states, weight and bias, labels, and a gradient for log probabilities and entropies."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(size, generator=generator) for size in ((tokens, hidden), (words, hidden), (words,))]
-    labels = torch.randint(words, (tokens,), generator=generator)
-    labels[torch.rand(tokens, generator=generator) < 0.3] = IGNORED
-    return [*tensors[:2], tensors[2] if bias else None], labels, torch.randn(2, tokens, generator=generator)
-
-
-def both_of(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def both_of(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     """Return log probabilities and entropies, written out as a distribution of torch has them."""
     words = torch.distributions.Categorical(logits=logits, validate_args=False)
     counted = labels != IGNORED
@@ -35,15 +22,15 @@ def both_of(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(0, 9), st.integers(4, 300), st.integers(1, 12), st.integers(0, 99), st.booleans(),
-    st.none() | st.integers(1, 9), options,
+    st.none() | st.integers(1, 9), bends,
 )  # fmt: skip
 def test_values_and_gradients(kernel: ModuleType, wanted, n, words, hidden, seed, bias, pieces, chosen) -> None:
-    tensors, labels, grads = drawn(n, words, hidden, seed, bias)
+    *tensors, labels, grad = draw(n, words, hidden, seed, bias)
     exact, ours = leaves(tensors, torch.float64, "cpu"), leaves(tensors, torch.float32, "npu")
     expected = both_of(logits_of(*exact, **chosen), labels)
     found = kernel.linear_log_probs_and_entropy(ours[0], ours[1], labels.npu(), ours[2], pieces=pieces, **chosen)
     assert all(is_near(a, b) for a, b in zip(found, expected))
-    which = {"both": [0, 1], "log_probs": [0], "entropy": [1]}[wanted]
+    which, grads = {"both": [0, 1], "log_probs": [0], "entropy": [1]}[wanted], (grad, grad.cos())
     torch.autograd.backward([expected[i] for i in which], [grads[i].double() for i in which])
     torch.autograd.backward([found[i] for i in which], [grads[i].npu() for i in which])
     for leaf, exact_leaf in zip(ours, exact):
@@ -53,28 +40,20 @@ def test_values_and_gradients(kernel: ModuleType, wanted, n, words, hidden, seed
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1.0, 1 / 0.7])
 def test_sixteen_bits_are_no_further_from_float64_than_all_logits_in_torch(kernel: ModuleType, dtype, scale) -> None:
-    """The same rounded logits; what differs is in which order float32 is summed, and gradients at the label: 1%."""
-    tensors, labels, grads = drawn(128, 1000, 64, 1, False)
-    rounded = [tensors[0].to(dtype), (tensors[1] / 8).to(dtype), None]
+    drawn = draw(128, 1000, 64, seed=1)
 
-    def results(is_ours: bool, dtype: torch.dtype, device: str) -> list[Tensor]:
-        own = leaves(rounded, dtype, device)
-        if is_ours:
-            both = kernel.linear_log_probs_and_entropy(own[0], own[1], labels.npu(), logit_scale=scale)
-        else:
-            logits = logits_of(own[0], own[1])
-            both = both_of((logits if dtype is torch.float64 else logits.float()) * scale, labels.to(device))
-        torch.autograd.backward(list(both), list(grads.to(device, both[0].dtype)))
-        return [tensor.detach().cpu().double() for tensor in (*both, own[0].grad, own[1].grad)]
+    def ours(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        return kernel.linear_log_probs_and_entropy(hidden, weight, labels, logit_scale=scale)
 
-    exact = results(False, torch.float64, "cpu")
-    for found, torchs, truth in zip(results(True, dtype, "npu"), results(False, dtype, "cpu"), exact):
-        assert (found - truth).norm() <= 1.01 * (torchs - truth).norm()
+    def formula(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        return both_of(wide(logits_of(hidden, weight)) * scale, labels)
+
+    assert_no_further(ours, formula, [drawn[0].to(dtype), (drawn[1] / 8).to(dtype), drawn.labels], dtype)
 
 
 def test_leading_dimensions_and_log_probs_are_those_of_linear_log_probs(kernel: ModuleType) -> None:
-    (hidden, weight, bias), labels, _ = drawn(6, 50, 8, 0, True)
-    hidden, weight, bias, labels = hidden.view(2, 3, 8).npu(), weight.npu(), bias.npu(), labels.view(2, 3).npu()
+    hidden, weight, bias, labels, _ = (tensor.npu() for tensor in draw(6, 50, 8, bias=True))
+    hidden, labels = hidden.view(2, 3, 8), labels.view(2, 3).int()
     log_probs, entropy = kernel.linear_log_probs_and_entropy(hidden, weight, labels, bias)
     assert torch.equal(log_probs, kernel.linear_log_probs(hidden, weight, labels, bias))
     assert entropy.shape == labels.shape
@@ -82,12 +61,11 @@ def test_leading_dimensions_and_log_probs_are_those_of_linear_log_probs(kernel: 
 
 def test_an_entropy_that_is_only_looked_at_costs_no_gradient(kernel: ModuleType, npu_counters) -> None:
     """Both take the vocabulary in two pieces, whose logits they compute again."""
-    (hidden, weight, _), labels, _ = drawn(6, 40, 8, 0, False)
-    counts = []
+    drawn, counts = draw(6, 40, 8), []
     for has_entropy in (False, True):
-        own = leaves([hidden, weight], torch.float32, "npu")
+        own = leaves(drawn[:2], torch.float32, "npu")
         take = kernel.linear_log_probs_and_entropy if has_entropy else kernel.linear_log_probs
-        found = take(own[0], own[1], labels.npu(), pieces=2)
+        found = take(*own, drawn.labels.npu(), pieces=2)
         loss = (found[0] if has_entropy else found).sum()
         before = npu_counters().copy()
         loss.backward()

@@ -1,5 +1,6 @@
 """Whole models with both functions registered, against eager attention in float32 on the CPU."""
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -10,10 +11,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 import softnpu
 from tests.support.attention_models import BATCHES, MODELS, NAME, TOKENS, UNNAMED, ids, on_npu, padded, pair
+from tests.support.nearness import assert_each_near
 
 # Both are float32, with sums in another order: logits of size one differ by 1e-6 at most, gradients likewise.
 FLOAT32 = 5e-6
 LAUNCH = "npu_fusion_attention_v3"
+pairs = functools.cache(pair)
 
 
 @pytest.fixture(autouse=True)
@@ -23,23 +26,10 @@ def _implementation(kernel: ModuleType, monkeypatch) -> None:
         monkeypatch.setitem(AttentionMaskInterface._global_mapping, name, kernel.attention_mask)
 
 
-@pytest.fixture(scope="module")
-def pairs() -> dict[str, tuple[PreTrainedModel, PreTrainedModel]]:
-    built: dict[str, tuple[PreTrainedModel, PreTrainedModel]] = {}
-
-    class Pairs(dict):
-        def __missing__(self, name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-            return built.setdefault(name, pair(name))
-
-    return Pairs()
-
-
 def assert_equal(found: Tensor, expected: Tensor, kept: Tensor | None = None) -> None:
     """Compare, where a token is no padding."""
-    error = (found.detach().cpu() - expected.detach()).abs()
-    if kept is not None:
-        error = error * kept.unsqueeze(-1)
-    assert error.max() <= FLOAT32 * max(1.0, float(expected.abs().max())), float(error.max())
+    rows = slice(None) if kept is None else kept.bool()
+    assert_each_near(found.cpu()[rows], expected[rows], FLOAT32)
 
 
 def logits(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
@@ -49,8 +39,8 @@ def logits(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_forward_is_that_of_eager_attention(pairs, npu_counters, name: str, batch: str) -> None:
-    model, ours = pairs[name]
+def test_a_forward_is_that_of_eager_attention(npu_counters, name: str, batch: str) -> None:
+    model, ours = pairs(name)
     inputs = BATCHES[batch]()
     expected = logits(model, inputs)
     softnpu.reset_counters()
@@ -81,8 +71,8 @@ def steps(model: PreTrainedModel, tokens: Tensor, cache: Any, mask: Tensor | Non
 )
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3", "gpt_oss", "llama4"])
-def test_prefill_in_steps_and_several_tokens_at_decode(pairs, name, static, mask, lengths) -> None:
-    model, ours = pairs[name]
+def test_prefill_in_steps_and_several_tokens_at_decode(name, static, mask, lengths) -> None:
+    model, ours = pairs(name)
 
     def cache(of: PreTrainedModel) -> Any:
         return StaticCache(config=of.config, max_cache_len=TOKENS + 6) if static else DynamicCache(config=of.config)
@@ -95,9 +85,9 @@ def test_prefill_in_steps_and_several_tokens_at_decode(pairs, name, static, mask
 
 # ---- masks of the caller ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32, "bias"], ids=str)
-def test_masks_of_the_caller(pairs, kind) -> None:
+def test_masks_of_the_caller(kind) -> None:
     """[B, 1, S, S]: a prefix that sees itself, and later tokens that see what is before them."""
-    model, ours = pairs["qwen3"]
+    model, ours = pairs("qwen3")
     seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
     seen[:6, :6] = True
     seen = seen.expand(2, 1, -1, -1).clone()
@@ -115,6 +105,6 @@ def test_masks_of_the_caller(pairs, kind) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, TOKENS), (TOKENS, TOKENS + 2)], ids=str)
-def test_a_mask_of_another_shape_is_refused(pairs, shape) -> None:
+def test_a_mask_of_another_shape_is_refused(shape) -> None:
     with pytest.raises(ValueError, match="attention_mask must be"):
-        logits(pairs["qwen3"][1], {"input_ids": ids(2).npu(), "attention_mask": torch.ones(2, 1, *shape).npu()})
+        logits(pairs("qwen3")[1], {"input_ids": ids(2).npu(), "attention_mask": torch.ones(2, 1, *shape).npu()})

@@ -6,34 +6,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import softnpu
+from kernels_ext_npu.selftest.functions.norms import gated, gelu_tanh
 
 # A value goes through four roundings forward and seven backward; sums of float32 differ in their order besides.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 8 * 2**-8, torch.float16: 8 * 2**-11}
 
 
-def swiglu(h: Tensor) -> Tensor:
-    gate, up = h.chunk(2, -1)
-    return F.silu(gate) * up
+swiglu = gated(F.silu)
 
 
 def clipped(h: Tensor, alpha: float, limit: float, offset: float, interleaved: bool) -> Tensor:
     gate, up = (h[..., ::2], h[..., 1::2]) if interleaved else h.chunk(2, -1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(alpha * gate) * (up + offset)
-
-
-def gelu_gate(h: Tensor) -> Tensor:
-    gate, up = h.chunk(2, -1)
-    return F.gelu(gate) * up
-
-
-def geglu(h: Tensor) -> Tensor:
-    gate, up = h.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh") * up
 
 
 def relu_squared(h: Tensor) -> Tensor:
@@ -85,17 +74,18 @@ class Case:
         )
         return [y.detach(), *gradients]
 
-    def found(self, kernel, activation, dtype=torch.float32, norm=None, index_dtype=torch.int64, device="npu"):
-        leaves = []
-        for value, turned in zip(self.tensors(dtype), (False, True, True, False, False)):
-            turned = turned and not self.transposed
-            stored = value if value is None or not turned else value.mT.contiguous()
-            leaves.append(stored if stored is None else stored.to(device, copy=True).requires_grad_())
-        weights = self.weights.to(device, copy=True).requires_grad_()
+    def found(self, kernel, activation, dtype=torch.float32, norm=None, index_dtype=torch.int64, turned=False):
+        """Weights that are ``turned`` lie the other way around in memory, and so do their gradients."""
+        x, *matrices, up_bias, down_bias = self.tensors(dtype)
+        matrices = [matrix if self.transposed else matrix.mT.contiguous() for matrix in matrices]
+        matrices = [matrix.mT.contiguous().mT if turned else matrix for matrix in matrices]
+        given = (x, *matrices, up_bias, down_bias)
+        leaves = [None if value is None else value.npu().requires_grad_() for value in given]
+        weights = self.weights.npu().requires_grad_()
         x, *parameters = leaves
         y = kernel.fused_experts(
             x,
-            self.index.to(device, index_dtype),
+            self.index.to("npu", index_dtype),
             weights,
             *parameters,
             activation=activation,
@@ -104,9 +94,9 @@ class Case:
             post_expert_norm=norm,
         )
         assert y.dtype is dtype
-        y.backward(self.grad.to(device, dtype))
+        y.backward(self.grad.to("npu", dtype))
         for leaf in leaves:
-            assert leaf is None or (leaf.grad.dtype is dtype and leaf.grad.is_contiguous())
+            assert leaf is None or (leaf.grad.dtype, leaf.grad.is_contiguous()) == (dtype, leaf.is_contiguous())
         gradients = [leaf if leaf is None else leaf.grad for leaf in leaves]
         if not self.transposed:
             gradients[1:3] = [gradient.mT for gradient in gradients[1:3]]
@@ -130,14 +120,14 @@ def activations(kernel) -> dict[str, tuple]:
         "swiglu": (kernel.SWIGLU, swiglu),
         "clipped": (kernel.Gate(*interleaved), lambda h: clipped(h, *interleaved)),
         "clipped halves": (kernel.Gate(*halves), lambda h: clipped(h, *halves)),
-        "geglu": (kernel.Gate(gelu=True), geglu),
-        "gelu gate": (gelu_gate, gelu_gate),
+        "geglu": (kernel.Gate(gelu=True), gated(gelu_tanh)),
+        "gelu gate": (gated(F.gelu), gated(F.gelu)),
         "no gate": (relu_squared, relu_squared),
     }
 
 
 @st.composite
-def cases(draw) -> tuple[Case, str, torch.dtype, bool]:
+def cases(draw) -> tuple[Case, str, torch.dtype, bool, bool]:
     torch.manual_seed(draw(st.integers(0, 2**16)))
     activation = draw(st.sampled_from(["swiglu", "clipped", "clipped halves", "geglu", "gelu gate", "no gate"]))
     partial = draw(st.booleans())
@@ -155,17 +145,17 @@ def cases(draw) -> tuple[Case, str, torch.dtype, bool]:
     )
     if draw(st.booleans()) and not partial:  # all tokens to the same experts
         case.index = case.index[:1].expand_as(case.index).contiguous()
-    return case, activation, draw(st.sampled_from([torch.int32, torch.int64])), draw(st.booleans())
+    return case, activation, draw(st.sampled_from([torch.int32, torch.int64])), draw(st.booleans()), draw(st.booleans())
 
 
 @given(cases())
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_values_and_gradients_are_those_of_each_token_alone(kernel, drawn) -> None:
-    case, name, index_dtype, normed = drawn
+    case, name, index_dtype, normed, turned = drawn
     norm = torch.square if normed else None
     ours, exact = activations(kernel)[name]
     softnpu.reset_counters()
-    found = case.found(kernel, ours, norm=norm, index_dtype=index_dtype)
+    found = case.found(kernel, ours, norm=norm, index_dtype=index_dtype, turned=turned)
     assert softnpu.counters()["stream_syncs"] == softnpu.counters()["device_to_host_copies"] == 0
     agree(found, case.truth(exact, norm=norm))
 
@@ -178,29 +168,6 @@ def test_narrow_dtypes_are_as_close_as_their_roundings(kernel, dtype, name, tran
     case = Case(6, 48, 3, 32, 32, gated=name != "no gate", bias=True, transposed=transposed)
     ours, exact = activations(kernel)[name]
     agree(case.found(kernel, ours, dtype), case.truth(exact, dtype), dtype)
-
-
-@pytest.mark.parametrize("activation", ["fused", "own"])
-def test_experts_that_live_elsewhere_leave_no_trace(kernel, activation) -> None:
-    """Rows that the device leaves unwritten hold NaN on the software device."""
-    case = Case(4, 32, 3, 16, 32, bias=True, partial=True)
-    assert (case.index == 4).any(1).any()
-    ours = kernel.SWIGLU if activation == "fused" else swiglu
-    expected = case.truth(swiglu)
-    agree(case.found(kernel, ours), expected)
-    case.index[5:9] = 4  # tokens that are none of ours
-    case.weights[5:9] = 0
-    found = case.found(kernel, ours)
-    agree(found, case.truth(swiglu))
-    assert not found[0][5:9].any()
-    assert not found[1][5:9].any()
-
-
-def test_all_experts_may_live_elsewhere(kernel) -> None:
-    case = Case(4, 8, 2, 16, 32, bias=True, partial=True)
-    case.index.fill_(4)
-    case.weights.zero_()
-    assert not any(value.any() for value in case.found(kernel, kernel.SWIGLU))
 
 
 @pytest.mark.parametrize(("needs", "products"), [("tokens", 4), ("weights", 5), ("routing", 2), ("nothing", 2)])
@@ -246,9 +213,6 @@ def test_sizes_that_the_operator_does_not_take_are_right_all_the_same(kernel, si
     agree(found, case.truth(swiglu), tolerance=65536**0.5 * 2**-24)  # of sums of so many
 
 
-TOLERANCE[torch.float64] = TOLERANCE[torch.float32]  # the routing weights are float32
-
-
 def test_no_tokens_give_no_rows(kernel) -> None:
     case = Case(4, 1, 2, 8, 16)
     x = torch.empty(0, 8, device="npu")
@@ -262,60 +226,3 @@ def test_tokens_of_another_dtype_than_the_weights_come_back_in_their_own(kernel)
     parameters = [value.mT.contiguous().npu().bfloat16() for value in (case.gate_up, case.down)]
     y = kernel.fused_experts(case.x.npu(), case.index.npu(), case.weights.npu(), *parameters)
     assert y.dtype is torch.float32
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_weights_may_lie_the_other_way_around(kernel, transposed) -> None:
-    """The forward then has no view, and the gradient comes out as the weight lies."""
-    case = Case(4, 16, 2, 32, 32, transposed=transposed)
-    expected = case.found(kernel, kernel.SWIGLU)
-    values = [case.gate_up, case.down]
-    parameters = [nn.Parameter((v if transposed else v.mT).contiguous().npu()) for v in values]
-    for parameter in parameters:
-        values = parameter.detach().clone()
-        kernel.layout.store_transposed(parameter)
-        assert parameter.mT.is_contiguous()
-        assert torch.equal(parameter, values)
-    y = kernel.fused_experts(case.x.npu(), case.index.npu(), case.weights.npu(), *parameters, is_transposed=transposed)
-    y.backward(case.grad.npu())
-    agree([y], [expected[0].cpu().double()])
-    for parameter, gradient in zip(parameters, expected[2:4]):
-        assert parameter.grad.stride() == parameter.stride()
-        agree([parameter.grad if transposed else parameter.grad.mT], [gradient.cpu().double()])
-        kernel.layout.store_contiguous(parameter)
-        assert parameter.is_contiguous()
-
-
-def test_experts_that_live_elsewhere_compile_in_one_graph(kernel) -> None:
-    torch._dynamo.reset()
-    case = Case(6, 10, 2, 16, 32, partial=True)
-    index = case.index.npu()
-
-    def experts(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return kernel.fused_experts(
-            x, index, weights, gate_up, down, activation=gelu_gate, is_transposed=True, is_expert_parallel=True
-        )
-
-    results = []
-    for function in (experts, torch.compile(experts, fullgraph=True, backend="aot_eager", dynamic=True)):
-        leaves = [v.npu().requires_grad_() for v in (case.x, case.weights, case.gate_up, case.down)]
-        y = function(*leaves)
-        y.backward(case.grad.npu())
-        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
-    for a, b in zip(*results):
-        assert torch.equal(a, b)
-
-
-def test_several_experts_before_one_backward(kernel) -> None:
-    """Only the last of them still has what it computed on the way."""
-    cases = [Case(4, 16, 2, 32, 32) for _ in range(3)]
-    alone = [case.found(kernel, kernel.SWIGLU) for case in cases]
-    leaves = [[v.npu().requires_grad_() for v in (c.x, c.weights, c.gate_up, c.down)] for c in cases]
-    ys = [
-        kernel.fused_experts(x, case.index.npu(), weights, gate_up, down, is_transposed=True)
-        for case, (x, weights, gate_up, down) in zip(cases, leaves)
-    ]
-    torch.autograd.backward(ys, [case.grad.npu() for case in cases])
-    for (x, weights, gate_up, down), (_, *expected) in zip(leaves, alone):
-        found = [x.grad, gate_up.grad, down.grad, weights.grad]
-        agree(found, [value.cpu().double() for value in expected])

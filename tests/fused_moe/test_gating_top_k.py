@@ -100,30 +100,6 @@ def test_the_gradient_keeps_no_scores_of_experts_that_were_not_chosen(kernel) ->
     assert sum(t.numel() for t in kept if t is not logits and t.data_ptr() != logits.data_ptr()) == 3 * 64 * 8
 
 
-@pytest.mark.parametrize(
-    ("experts", "options"),
-    [
-        (2050, {}),  # more than 2,048 experts
-        (8, {"groups": 4, "top_groups": 2}),  # groups of two
-        (132 * 16, {"groups": 132, "top_groups": 2}),  # beyond 2,048 again
-        (16, {"groups": 4, "top_groups": 1}),  # four experts in the chosen group, and five are wanted
-    ],
-    ids=str,
-)
-def test_what_the_operator_does_not_take_is_computed_in_torch(kernel, experts, options) -> None:
-    k = 5 if options.get("top_groups") == 1 else 2
-    logits = torch.linspace(-3, 3, 3 * experts).view(3, experts)
-    softnpu.reset_counters()
-    weights, chosen = kernel.gating_top_k(logits.npu(), k, **options)
-    assert OPERATOR not in softnpu.counters()
-    if k == 2:
-        expected, best = exact(logits, k, **options)
-        assert torch.equal(chosen.cpu().sort().values, best)
-        torch.testing.assert_close(spread(weights, chosen, experts), expected, rtol=1e-6, atol=1e-9)
-    else:
-        assert set(range(12, 16)) <= set(chosen[0].tolist())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_scores_are_compared_as_torch_rounds_them(kernel, dtype) -> None:
     logits = torch.randn(40, 64).to(dtype)

@@ -52,11 +52,6 @@ def test_wrong_arguments_of_a_product_are_named(kernel, case) -> None:
     assert message in str(caught.value)
 
 
-def test_two_devices_are_named(kernel) -> None:
-    with pytest.raises(ValueError, match="grouped_matmul: all tensors must be on one device"):
-        kernel.grouped_matmul(torch.ones(4, 8), torch.ones(2, 8, 6).npu(), torch.tensor([1, 3]))
-
-
 BAD_EXPERTS = {
     "tokens of three dimensions": ({"hidden_states": torch.ones(1, 4, 8)}, ValueError, "reshape(-1, H) it"),
     "another k": ({"top_k_weights": torch.ones(4, 3)}, ValueError, "must both be [T, k] with T = 4"),

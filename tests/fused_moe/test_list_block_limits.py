@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import softnpu
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import DeepseekV3MoE, MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
@@ -15,27 +15,8 @@ from tests.support.list_blocks import assert_close, bound, each_block, results
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-class Wrapped(nn.Module):
-    """What LoRA makes of a projection, to all appearances."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * self.base_layer(x)
-
-
-def wrap(module: nn.Module) -> None:
-    module.experts[1].up_proj = Wrapped(module.experts[1].up_proj)
-
-
 def hook(module: nn.Module) -> None:
     module.experts[1].down_proj.register_forward_hook(lambda linear, arguments, y: 2 * y)
-
-
-def hook_expert(module: nn.Module) -> None:
-    module.experts[1].register_forward_hook(lambda expert, arguments, y: 2 * y)
 
 
 def wrap_forward(module: nn.Module) -> None:
@@ -53,9 +34,7 @@ def other_activation(module: nn.Module) -> None:
 
 
 MISFITS = {
-    wrap: "a projection is a .*Wrapped",
     hook: "a projection has hooks or a wrapped forward",
-    hook_expert: "an expert has hooks or a wrapped forward",
     wrap_forward: "an expert has hooks or a wrapped forward",
     one_bias: "only some experts have a bias",
     other_activation: "the experts differ in their activation",

@@ -66,30 +66,6 @@ def test_weights_that_move_between_forward_and_backward(kernel: ModuleType, pack
     assert_close([p.grad for p in module.parameters()], [p.grad for p in original.parameters()])
 
 
-@packed_or_not
-@each_block
-def test_all_tokens_to_the_same_experts(kernel: ModuleType, cls, packed) -> None:
-    original = block(cls)
-    with torch.no_grad():
-        original.gate.weight.mul_(0.01)[3].fill_(1.0)
-        original.gate.weight[5].fill_(0.5)
-    x = block_inputs().abs()
-    found = results(bound(kernel, original, packed), x.npu())
-    assert_close(found, results(original, x))
-    assert sum(expert.norm() > 0 for expert in found[-len(list(original.experts.parameters())) :][::3]) <= 8
-
-
-@packed_or_not
-@each_block
-def test_frozen_experts_get_no_gradient_and_tokens_do(kernel: ModuleType, cls, packed) -> None:
-    original = block(cls)
-    original.experts.requires_grad_(False)
-    module = bound(kernel, original, packed)
-    found = results(module, block_inputs().npu())
-    assert all(parameter.grad is None for parameter in module.experts.parameters())
-    assert_close(found, results(original, block_inputs()))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @packed_or_not
 @each_block
@@ -106,16 +82,6 @@ def test_launches_do_not_depend_on_the_number_of_experts(kernel: ModuleType, cls
     assert counts[0]["npu_grouped_matmul"] == (6 if packed else 9)
     assert counts[0].get("npu_swiglu", 0) == counts[0].get("npu_swiglu_backward", 0) == int(packed)
     assert ("cat" in counts[0] or "stack" in counts[0]) == (dtype is torch.float32)
-
-
-@each_block
-def test_memory_of_weight_gradients_is_theirs(kernel: ModuleType, cls) -> None:
-    """One tensor for each projection, or for gate and up; no second copy."""
-    module = bound(kernel, block(cls).to(torch.bfloat16))
-    results(module, block_inputs(12, torch.bfloat16).npu())
-    storages = {s.data_ptr(): s.nbytes() for s in (p.grad.untyped_storage() for p in module.experts.parameters())}
-    assert len(storages) == 2
-    assert sum(storages.values()) == sum(p.nbytes for p in module.experts.parameters())
 
 
 def test_other_activations_are_computed_as_they_are(kernel: ModuleType, npu_counters) -> None:
@@ -156,17 +122,6 @@ def test_noise_in_training_is_the_originals(kernel: ModuleType) -> None:
             assert_close(list(module(a)), list(original(b)))
             assert torch.equal(a.cpu(), b)
             assert torch.equal(b, x) != training
-
-
-@each_block
-def test_gradients_are_the_same_when_they_are_asked_for_again(kernel: ModuleType, cls) -> None:
-    """The second time nothing is left of what the forward computed but did not keep."""
-    module, leaf = bound(kernel, block(cls)), block_inputs().npu().requires_grad_()
-    y = module(leaf)
-    loss = (y[0] if isinstance(y, tuple) else y).square().sum()
-    asked = (leaf, *(p for p in module.parameters()))
-    first, second = (torch.autograd.grad(loss, asked, retain_graph=True) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
 def test_training_keeps_the_product_and_the_results_of_experts(kernel: ModuleType) -> None:

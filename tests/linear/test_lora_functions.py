@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels_ext_npu.measuring.costs import Cost
+from tests.support.nearness import assert_near
 
 HALVES = (torch.float16, torch.bfloat16)
 # dtypes of layers and of their adapters
@@ -58,10 +59,6 @@ def drawn(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, trained:
 
 def exact(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.detach().cpu().double().requires_grad_() for tensor in tensors]
-
-
-def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    assert (found.detach().cpu().double() - expected.detach()).norm() <= ROUNDINGS[dtype] * expected.norm()
 
 
 def layer(x: Tensor, weight: Tensor, bias: Tensor | None, *adapters: tuple) -> Tensor:
@@ -130,16 +127,16 @@ def test_results_and_gradients_are_those_of_float64(kernel, name, rows, dtype, o
     torch.autograd.backward(expected, [grad.double() for grad in grads])
     for y, wanted in zip(outputs, expected):
         assert y.dtype == dtype
-        assert_near(y, wanted, dtype)
+        assert_near(y, wanted, ROUNDINGS[dtype])
     for leaf, true in zip(leaves, truth):
         assert leaf.grad.dtype == leaf.dtype
         assert leaf.grad.stride() == leaf.stride()
-        assert_near(leaf.grad, true.grad, dtype)
+        assert_near(leaf.grad, true.grad, ROUNDINGS[dtype])
         leaf.grad = None
     if len(outputs) > 1:
         (outputs[1] * grads[1].npu()).sum().backward()  # the others are used by nobody
         assert leaves[1].grad is None
-        assert_near(leaves[3].grad, truth[3].grad, dtype)
+        assert_near(leaves[3].grad, truth[3].grad, ROUNDINGS[dtype])
     with torch.no_grad():
         assert all(map(torch.equal, found_of(kernel, form, weights, leaves), outputs))
 
@@ -158,7 +155,7 @@ def test_only_what_is_trained_gets_a_gradient(kernel, form, trained) -> None:
     for leaf, true in zip(leaves, truth):
         assert (leaf.grad is not None) == leaf.requires_grad
         if leaf.requires_grad:
-            assert_near(leaf.grad, true.grad, torch.bfloat16)
+            assert_near(leaf.grad, true.grad, ROUNDINGS[torch.bfloat16])
 
 
 @each_form
@@ -229,7 +226,7 @@ def test_what_has_no_node_is_torchs(kernel) -> None:
     weights, leaves = made(form)
     expected = expected_of(form, weights, exact(leaves))
     for found, wanted in zip(found_of(kernel, form, [w.requires_grad_() for w in weights], leaves), expected):
-        assert_near(found, wanted, torch.float32)
+        assert_near(found, wanted, ROUNDINGS[torch.float32])
 
 
 def test_a_weight_of_a_pair_that_was_changed_in_place_is_an_error(kernel) -> None:

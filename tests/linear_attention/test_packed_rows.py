@@ -76,16 +76,6 @@ def test_a_sequence_gives_what_it_gives_alone(
 
 
 @pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
-def test_sequences_of_whole_chunks_give_the_same_bits(kernel: ModuleType, by_channel: bool) -> None:
-    """But for decays, which are sums by a product there: without gates nothing is left to differ."""
-    function = getattr(kernel, FUNCTIONS[by_channel])
-    tensors = [x.npu() for x in draw(1, (1, 192, 2, 2, 8, 8), by_channel, "none")]
-    out, _ = function(*tensors, cu_seqlens=torch.tensor([0, 64, 192], device="npu"), **OPTIONS)
-    for start, end in ((0, 64), (64, 192)):
-        assert torch.equal(out[:, start:end], function(*(x[:, start:end] for x in tensors), **OPTIONS)[0])
-
-
-@pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
 def test_nothing_crosses_a_bound(kernel: ModuleType, by_channel: bool) -> None:
     """Not even what is no number."""
     function = getattr(kernel, FUNCTIONS[by_channel])

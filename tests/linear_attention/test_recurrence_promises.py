@@ -143,13 +143,3 @@ def test_autocast_rounds_nothing(kernel: ModuleType, name: str) -> None:
             both = case.of(kernel, *leaves)
         found.append(results(both, leaves))
     assert all(map(torch.equal, *found))
-
-
-@each_recurrence
-def test_what_is_not_asked_for_has_no_gradient(kernel: ModuleType, name: str) -> None:
-    case = CHUNKED[name]
-    for wanted in range(len(case.drawn(1))):
-        given = [leaf.detach().requires_grad_(place == wanted) for place, leaf in enumerate(case.leaves(9))]
-        out, state = case.of(kernel, *given)
-        (out.sum() + state.sum()).backward()
-        assert [place for place, x in enumerate(given) if x.grad is not None] == [wanted]

@@ -26,26 +26,6 @@ def test_a_zero_row_with_eps_zero_is_not_hidden(kernel: ModuleType) -> None:
     assert kernel.rms_norm(x, torch.ones(8, device="npu"), 0.0).isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtypes"),
-    [
-        ((8,), (torch.float32, torch.float32)),  # the operator wants two dimensions
-        ((1,) * 8 + (8,), (torch.float32, torch.float32)),  # and at most eight
-        ((2, 8), (torch.float64, torch.float32)),
-        ((2, 8), (torch.float32, torch.float64)),
-    ],
-)
-def test_outside_the_limits_the_formula_is_computed_in_torch(kernel: ModuleType, shape, dtypes) -> None:
-    x, weight = torch.randn(shape).to(dtypes[0]), torch.randn(shape[-1]).to(dtypes[1])
-    moved = [t.to("npu").requires_grad_() for t in (x, weight)]
-    assert "npu_rms_norm" not in launched(lambda: kernel.rms_norm(*moved, 1e-6))
-    y = kernel.rms_norm(*moved, 1e-6)
-    assert y.dtype == (torch.float32 if dtypes[0] == torch.float64 else dtypes[0])  # the device has no float64
-    assert_rounded(y, exact(x, weight, 1e-6))
-    y.sum().backward()
-    assert all(t.grad is not None for t in moved)
-
-
 def test_a_non_contiguous_input_is_not_copied(kernel: ModuleType) -> None:
     x = torch.randn(4, 6, 8, device="npu").transpose(0, 1)
     weight = torch.randn(8, device="npu")
@@ -83,24 +63,9 @@ def test_add_is_one_launch_without_gradients(kernel: ModuleType, dtype) -> None:
     normed, total = kernel.add_rms_norm(*moved, 1e-6)
     assert torch.equal(total.cpu(), x + residual)
     assert_rounded(normed, exact(x + residual, weight, 1e-6), roundings=2)
-
-
-def test_add_without_grad_mode_is_one_launch_for_parameters_too(kernel: ModuleType) -> None:
-    tensors = [torch.randn(s, device="npu", requires_grad=True) for s in ((3, 64), (3, 64), (64,))]
     with torch.no_grad():
-        assert launched(lambda: kernel.add_rms_norm(*tensors, 1e-6)) == {"npu_add_rms_norm": 1}
-
-
-@pytest.mark.parametrize("needed", range(3))
-def test_add_has_gradients_where_one_is_needed(kernel: ModuleType, needed) -> None:
-    tensors = [torch.randn(s) for s in ((3, 64), (3, 64), (64,))]
-    leaves = [t.to("npu").requires_grad_(i == needed) for i, t in enumerate(tensors)]
-    truth = [t.double().requires_grad_(i == needed) for i, t in enumerate(tensors)]
-    normed, total = kernel.add_rms_norm(*leaves, 1e-6)
-    (normed.square().sum() + total.sum()).backward()
-    expected = truth[0] + truth[1]
-    (exact(expected, truth[2], 1e-6).square().sum() + expected.sum()).backward()
-    torch.testing.assert_close(leaves[needed].grad.cpu().double(), truth[needed].grad, rtol=1e-5, atol=1e-4)
+        leaves = [t.requires_grad_() for t in moved]
+        assert launched(lambda: kernel.add_rms_norm(*leaves, 1e-6)) == {"npu_add_rms_norm": 1}
 
 
 def test_add_of_two_dtypes_takes_the_wider(kernel: ModuleType) -> None:

@@ -1,15 +1,11 @@
 """Hyper-connections against transformers' own classes and float64: streams that become one, and how they are mixed."""
 
-import copy
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek
-from transformers.models.glm5_next import modeling_glm5_next as glm
-from transformers.models.hy_v4 import modeling_hy_v4 as hunyuan
 
 import kernels_ext_npu
 import softnpu
@@ -19,53 +15,19 @@ HIDDEN, STREAMS, EPS = 32, 4, 1e-6
 CONFIG = SimpleNamespace(
     hidden_size=HIDDEN, hc_mult=STREAMS, hc_eps=EPS, hc_sinkhorn_iters=20, rms_norm_eps=1e-5, hc_magnitude=1.5
 )
-CLASSES = [
-    deepseek.DeepseekV4HyperConnection,
-    glm.Glm5NextTextHyperConnection,
-    hunyuan.HYV4HyperConnection,
-    deepseek.DeepseekV4HyperHead,
-    hunyuan.HYV4HyperHead,
-]
 
 
-def made(cls: type[nn.Module], dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:
+def made() -> deepseek.DeepseekV4HyperConnection:
     torch.manual_seed(0)
-    module = cls(CONFIG)
+    module = deepseek.DeepseekV4HyperConnection(CONFIG)
     for parameter in module.parameters():
         nn.init.normal_(parameter, 0, 1 if parameter.dim() == 1 else 0.1)
-    return module.to(dtype), torch.randn(2, 9, STREAMS, HIDDEN).to(dtype)
-
-
-def squares(module: nn.Module):
-    """Squares of results: rows and columns of weights sum to one, so that a ramp over them has no gradient."""
-    return lambda x: tree_map(torch.square, module(x))
+    return module
 
 
 def given() -> tuple:
-    module, x = made(CLASSES[0])
-    return x, module.fn.detach(), module.base.detach(), module.scale.detach(), 1e-5, EPS, 20
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("cls", CLASSES)
-def test_results_and_gradients_are_no_further_from_float64_than_the_originals(registered, cls, dtype) -> None:
-    """In norm; 1% for roundings that fall otherwise, and 2e-6 for sums over tokens in float32, in another order."""
-    original, x = made(cls, dtype)
-    model = nn.ModuleDict({"block": copy.deepcopy(original), "other": nn.Linear(1, 1)}).to("npu")
-    rows = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
-    (row,) = [row for row in rows if row.kind == "hyper-connections"]
-    assert row.swapped, row.reason
-    truth = copy.deepcopy(original).double()
-    exact = comparing.exact(squares(truth), (x,), truth.parameters())
-    own = comparing.results(squares(original), (x,), original.parameters())
-    found = comparing.results(squares(model["block"]), (x.npu(),), model["block"].parameters())
-    half = len(found.outputs) // 2  # with gradients, then without
-    theirs_and_wanted = [*zip((*own.outputs, *own.gradients), (*exact.outputs, *exact.gradients))]
-    for outputs in (found.outputs[:half], found.outputs[half:]):
-        for ours, (theirs, wanted) in zip((*outputs, *found.gradients), theirs_and_wanted, strict=True):
-            assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-            error, limit = (ours.cpu().double() - wanted).norm(), (theirs.double() - wanted).norm()
-            assert error <= 1.01 * limit + 2e-6 * wanted.norm()
+    module = made().requires_grad_(False)
+    return torch.randn(2, 9, STREAMS, HIDDEN), module.fn, module.base, module.scale, 1e-5, EPS, 20
 
 
 @pytest.mark.parametrize(("rounds", "eps"), [(1, EPS), (2, EPS), (20, EPS), (20, 1e-2)])
@@ -111,33 +73,6 @@ def test_a_round_is_two_launches_and_keeps_nothing(kernel: ModuleType) -> None:
     assert more[0] <= 62
 
 
-def test_it_can_be_differentiated_twice_and_mapped(kernel: ModuleType) -> None:
-    x, *rest, _ = given()
-    rest.append(2)
-    exact, device = x.double(), x.npu()
-    rest = [t.npu() if isinstance(t, Tensor) else t for t in rest]
-    module, _ = made(CLASSES[0])
-    module.double().hc_sinkhorn_iters = 2
-
-    def loss(call, x: Tensor) -> Tensor:
-        return sum((y * torch.linspace(-1, 1, y.numel()).view(y.shape).to(y)).sum() for y in call(x))
-
-    def norm_of_gradient(call, x: Tensor) -> Tensor:
-        (grad,) = torch.autograd.grad(loss(call, x), x, create_graph=True)
-        return torch.autograd.grad(grad.square().sum(), x)[0]
-
-    def ours(x: Tensor):
-        return kernel.hyper_connection(x, *rest)
-
-    with comparing.InPlaceOfFloat32(torch.float64):
-        wanted = norm_of_gradient(module, exact.requires_grad_())
-        first = torch.autograd.grad(loss(module, exact), exact)[0]
-    found = norm_of_gradient(ours, device.requires_grad_())
-    assert (found.cpu() - wanted).norm() <= 1e-5 * wanted.norm()
-    mapped = torch.func.grad(lambda x: loss(ours, x))(device.detach())
-    assert (mapped.cpu() - first).norm() <= 4e-6 * first.norm()
-
-
 def test_what_does_not_fit_is_refused(kernel: ModuleType) -> None:
     x, weight, base, scale, *terms = given()
     with pytest.raises(ValueError, match="4 streams of 32 values take a weight"):
@@ -150,7 +85,7 @@ def test_what_does_not_fit_is_refused(kernel: ModuleType) -> None:
 
 
 def test_a_module_without_logarithms_of_its_weights_is_left_alone(registered) -> None:
-    module, _ = made(CLASSES[0])
+    module = made()
     module.hc_eps = 0.0
     model = nn.ModuleDict({"block": module, "other": nn.Linear(1, 1)}).to("npu")
     rows = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))

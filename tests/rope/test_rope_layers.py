@@ -7,16 +7,17 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import softnpu
 from kernels_ext_npu.matching.decorated import original_function
 from kernels_ext_npu.matching.lookup import find_pattern
+from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
 from kernels_ext_npu.selftest.comparing import InPlaceOfFloat32, doubled
-from kernels_ext_npu.selftest.layers.rotary_arguments import arguments
-from tests.support.rotations import results, tensors
+from kernels_ext_npu.selftest.layers.rotary_arguments import TABLES, arguments
 from tests.support.swapped import assert_no_further
 from tests.support.transformers_files import code, rotary_functions
 
@@ -38,6 +39,17 @@ def moved(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.to("npu") if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 
+def results(function: Callable, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Return what a function returns, and the gradients of what it rotates."""
+    leaves = tree_map_only(Tensor, torch.detach, inputs)
+    rotated = [
+        leaf.requires_grad_() for name, leaf in leaves.items() if name not in TABLES and isinstance(leaf, Tensor)
+    ]
+    outputs = tensors(function(**leaves))
+    directions = [torch.linspace(-1, 1, out.numel()).view(out.shape).to(out) for out in outputs]
+    return [*(out.detach() for out in outputs), *torch.autograd.grad(outputs, rotated, directions)]
+
+
 def distance(found: Tensor, expected: Tensor) -> float:
     return ((found.cpu().double() - expected.double()).norm() / expected.double().norm()).item()
 
@@ -57,36 +69,24 @@ def test_all_layers_of_the_repository_have_a_reference_and_its_parameters(kernel
         assert [(p.name, p.kind, p.default) for p in parameters[1:]] == [(p.name, p.kind, p.default) for p in expected]
 
 
-@pytest.mark.parametrize("positions", [6, 1])
-def test_float32_results_and_gradients_are_the_originals(kernel: ModuleType, subtests, positions) -> None:
-    """To 1e-6 of the norm: one formula in float32, products and sums in another order."""
-    for name, function, reference in served():
-        with subtests.test(name):
-            inputs = arguments(reference.original.__name__, FLOAT32, FLOAT32, positions)
-            layer = getattr(kernel.layers, reference.layers[0])()
-            softnpu.reset_counters()
-            found = results(layer, moved(inputs))
-            counters = softnpu.counters()
-            rotated = len(found) // 2
-            assert counters["npu_rotary_mul"] == counters["npu_rotary_mul_backward"] == rotated
-            assert counters["stream_syncs"] == 0
-            for a, b in zip(found, results(function, inputs), strict=True):
-                assert a.dtype == b.dtype
-                assert a.shape == b.shape
-                assert distance(a, b) <= 1e-6
-
-
-@pytest.mark.parametrize("dtypes", DTYPES)
-def test_bfloat16_is_no_further_from_float64_than_the_original(kernel: ModuleType, subtests, dtypes) -> None:
+@pytest.mark.parametrize("dtypes", [*DTYPES, (FLOAT32, FLOAT32)])
+def test_each_result_is_no_further_from_float64_than_the_originals(kernel: ModuleType, subtests, dtypes) -> None:
     """Each result and gradient, to 1e-3 and 1e-6 of the norm: products and sums in float32, in another order."""
     for name, function, reference in served():
         with subtests.test(name):
             inputs = arguments(reference.original.__name__, *dtypes)
-            found = results(getattr(kernel.layers, reference.layers[0])(), moved(inputs))
+            layer = getattr(kernel.layers, reference.layers[0])()
+            found = results(layer, moved(inputs))
             with InPlaceOfFloat32(torch.float64):
                 truth = results(function, doubled(inputs))
             for each in zip(found, results(function, inputs), truth, strict=True):
                 assert_no_further(*([tensor] for tensor in each), slack=1e-3, least=1e-6)
+            softnpu.reset_counters()
+            results(layer, moved(inputs))
+            counters = softnpu.counters()
+            assert counters["stream_syncs"] == 0
+            if dtypes[0] is dtypes[1]:
+                assert counters["npu_rotary_mul"] == counters["npu_rotary_mul_backward"] == len(found) // 2
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,11 @@ def launches(kernel: ModuleType, *arguments: object) -> tuple[tuple[Tensor, Tens
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "rows"), [(1, 1), (3, 3), (3, 1)])
 @pytest.mark.parametrize(("size", "unsqueeze_dim"), [(64, 1), (128, 2), (96, 1)])
-def test_one_launch_gives_the_values_of_two_and_leaves_q_and_k(kernel, dtype, batch, size, unsqueeze_dim) -> None:
-    """To the bit: products and sum in float32, and rounded once, both of them."""
-    positions = torch.tensor([[7], [300], [0]])[:batch]
+def test_one_launch_gives_the_values_of_two_and_leaves_q_and_k(kernel, dtype, batch, rows, size, unsqueeze_dim) -> None:
+    """To the bit: products and sum in float32, and rounded once, both of them. cos may be written to."""
+    positions = torch.tensor([[7], [300], [0]])[:rows]
     cos, sin = tables(kernel, size, dtype, positions)
     q, k = (heads(batch, count, size, dtype, unsqueeze_dim) for count in (6, 2))
     before = q.clone(), k.clone()
@@ -55,6 +55,10 @@ def test_one_launch_gives_the_values_of_two_and_leaves_q_and_k(kernel, dtype, ba
     softnpu.reset_counters()
     kernel.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)  # of the next layer
     assert softnpu.counters() == {TOGETHER: 1, "stream_syncs": 0, "device_to_host_copies": 0}
+    cos.mul_(2)
+    found, counted = launches(kernel, q, k, cos, sin, unsqueeze_dim)
+    assert counted == {TOGETHER: 1}
+    assert all(map(torch.equal, found, launches(kernel, q, k, cos.clone(), sin.clone(), unsqueeze_dim)[0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -70,26 +74,6 @@ def test_cos_that_holds_each_angle_once_is_not_made_twice_as_wide(kernel, dtype)
     found = rotate(q, k, cos, sin)
     assert softnpu.counters() == {TOGETHER: 1, "stream_syncs": 0, "device_to_host_copies": 0}
     assert all(map(torch.equal, found, rotate(q, k, cos.clone(), sin.clone())))
-
-
-def test_one_row_of_positions_serves_a_batch(kernel) -> None:
-    cos, sin = tables(kernel, 64, torch.float32, torch.tensor([[11]]))
-    q, k = heads(3, 4, 64, torch.float32), heads(3, 1, 64, torch.float32)
-    found, counted = launches(kernel, q, k, cos, sin)
-    expected, _ = launches(kernel, q, k, cos.clone(), sin.clone())
-    assert counted == {TOGETHER: 1}
-    assert all(map(torch.equal, found, expected))
-
-
-def test_cos_may_be_written_to(kernel) -> None:
-    cos, sin = tables(kernel, 64, torch.float32, torch.tensor([[11]]))
-    q, k = heads(1, 4, 64, torch.float32), heads(1, 2, 64, torch.float32)
-    kernel.apply_rotary_pos_emb(q, k, cos, sin)
-    cos.mul_(2)
-    found, counted = launches(kernel, q, k, cos, sin)
-    expected, _ = launches(kernel, q, k, cos.clone(), sin.clone())
-    assert counted == {TOGETHER: 1}
-    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("size", [48, 192])

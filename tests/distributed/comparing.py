@@ -13,8 +13,7 @@ import softnpu
 from tests.distributed import engines, matrix, models
 from tests.distributed.models import Tensors
 
-Remark = tuple[str, bool, str]
-Sent = dict[tuple[str, tuple[int, ...]], tuple[int, int]]
+Sent = Counter[tuple[str, tuple[int, ...], str]]
 
 
 @dataclass
@@ -24,7 +23,7 @@ class Compared:
     Attributes:
         calls: what the first step called on the device.
         later_calls: what the last one called; between them the model was evaluated.
-        sent: the collectives of the first step: operator and ranks -> calls and bytes.
+        sent: the collectives of the first step: calls and bytes by operator and ranks.
         report: class, whether it is swapped, and what is said to it: what the kernels' report has to say anything to,
             but to heads, which test_sharded_heads.py asks for.
         projections: how often it says what of a linear layer.
@@ -36,7 +35,7 @@ class Compared:
     calls: Counter[str]
     later_calls: Counter[str]
     sent: Sent
-    report: set[Remark]
+    report: set[tuple[str, bool, str]]
     projections: Counter[str | None]
     largest: dict[str, tuple[float, str]]
     relative: dict[str, float]
@@ -150,9 +149,8 @@ def _sent() -> Sent:
     """Groups by their ranks: their names differ from one model to the next."""
     groups = dist.distributed_c10d._world.pg_names
     ranks = {name: tuple(dist.get_process_group_ranks(group)) for group, name in groups.items()}
-    sent: Sent = {}
+    sent: Sent = Counter()
     for collective, traffic in softnpu.collectives().items():
-        key = collective.operator, ranks[collective.group]
-        calls, size = sent.get(key, (0, 0))
-        sent[key] = calls + traffic.calls, size + traffic.bytes
+        sent[collective.operator, ranks[collective.group], "calls"] += traffic.calls
+        sent[collective.operator, ranks[collective.group], "bytes"] += traffic.bytes
     return sent

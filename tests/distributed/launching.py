@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import uuid
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +11,6 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent.parent
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 SECONDS = 150  # all of it, on a machine that does other things besides
-MARK = "TESTS_DISTRIBUTED_RUN"
 
 
 class Launch(NamedTuple):
@@ -24,8 +22,7 @@ class Launch(NamedTuple):
 
 
 def launch(*command: str, directory: Path, **environment: str) -> Launch:
-    """Run a command to its end, which has to come within ``SECONDS``."""
-    mark = uuid.uuid4().hex
+    """Run a command to its end, which has to come within ``SECONDS``, in a directory where nothing else runs."""
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -34,14 +31,13 @@ def launch(*command: str, directory: Path, **environment: str) -> Launch:
     run = subprocess.run(
         command,
         cwd=directory,
-        env=inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: mark} | environment,
+        env=inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=SECONDS,
     )
-    running = psutil.process_iter(["environ", "cmdline"])  # those that only wait for their parent have no command line
-    left = [each for each in running if (each.info["environ"] or {}).get(MARK) == mark and each.info["cmdline"]]
+    left = [each for each in psutil.process_iter(["cwd", "cmdline"]) if each.info["cwd"] == str(directory)]
     for process in left:
         process.kill()
     return Launch(run.returncode, run.stdout, [" ".join(process.info["cmdline"]) for process in left])

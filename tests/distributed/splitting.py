@@ -48,10 +48,8 @@ def split(
     """Train with kernels on all processes, which have to call this together, and return what `models.train` does.
 
     Args:
-        folder: of the checkpoint.
         attention: the implementation that the model names.
         layout: ``rows``, ``padded``, of which row i begins behind i tokens of padding, or ``packed``.
-        steps: their number.
         framework: who splits.
         is_adapted: whether adapters alone are trained.
         experts: how many devices share experts. Then two share rows, and FSDP2 shards the other weights over all.

@@ -104,7 +104,6 @@ LONG = [
     ("qwen3", CONFIG.format(kind="MULTI_NPU"), PLAIN, DDP),
     ("qwen3", BY_TORCHRUN, CHECKPOINTING, DDP),
     ("qwen3_moe", BY_TORCHRUN, PLAIN, DDP),
-    ("qwen3", BY_TORCHRUN, SHARDED, "FSDP"),
     ("qwen3", BY_TORCHRUN, SHARDED | CHECKPOINTING, "FSDP"),
     ("qwen3", BY_TORCHRUN, IN_BFLOAT16, DDP),  # autocast
     ("qwen3", BY_TORCHRUN, SHARDED | IN_BFLOAT16, "FSDP"),  # a policy of FSDP2

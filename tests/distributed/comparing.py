@@ -1,7 +1,6 @@
 """Two steps of training on several devices, and how far they are from one process. Runs in the processes."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,109 +13,68 @@ import softnpu
 from tests.distributed import engines, matrix, models
 from tests.distributed.models import Tensors
 
-Remark = tuple[str, bool, str]
-Sent = dict[tuple[str, tuple[int, ...]], tuple[int, int]]
+Sent = Counter[tuple[str, tuple[int, ...], str]]
 
 
 @dataclass
-class Counted:
-    """What one process did.
+class Compared:
+    """What one process did, and how far training is from the truth.
 
     Attributes:
         calls: what the first step called on the device.
-        later_calls: what the last one called; between them the model was asked to evaluate, and to train again.
-        sent: the collectives of the first step: operator and ranks -> calls and bytes.
+        later_calls: what the last one called; between them the model was evaluated.
+        sent: the collectives of the first step: calls and bytes by operator and ranks.
         report: class, whether it is swapped, and what is said to it: what the kernels' report has to say anything to,
             but to heads, which test_sharded_heads.py asks for.
+        projections: how often it says what of a linear layer.
+        largest: absolute difference, and where it is.
+        relative: to what is right, of the loss and all gradients of each step, and of the weights.
+        worst: the same of the parameter for which it is largest.
     """
 
     calls: Counter[str]
     later_calls: Counter[str]
     sent: Sent
-    report: set[Remark]
-
-
-@dataclass
-class Compared(Counted):
-    """How far training is from the truth: the largest absolute difference and where it is; relative to what is right,
-    the loss and all gradients of each step, and the weights; and the same of the parameter for which it is largest.
-    """
-
+    report: set[tuple[str, bool, str]]
+    projections: Counter[str | None]
     largest: dict[str, tuple[float, str]]
     relative: dict[str, float]
     worst: dict[str, float]
 
 
 def compare(
-    engine: str, model: str, folder: Path, truth: Path, kernels: bool, checkpointing: str = "off", **how: bool
-) -> Compared:
-    """Train a model on the devices of all processes, which have to call this together, and compare each with the truth.
-
-    With checkpointing, gradients of the second step are not compared by themselves.
-    """
-    torch._dynamo.reset()
-    found, counted = train(engine, model, folder, kernels, checkpointing, **how)
-    expected: list[Tensors] = torch.load(truth)
-    if checkpointing != "off":
-        expected[1] = {"loss": expected[1]["loss"]}
-    relative, worst = {}, {}
-    for step, (one, other) in enumerate(zip(found, expected, strict=True)):
-        if "loss" in other:
-            relative[f"loss of step {step}"] = ((one["loss"] - other["loss"]).abs() / other["loss"].abs()).item()
-        kind = "weights" if step == models.STEPS else f"gradients of step {step}"
-        if other.keys() - {"loss"}:
-            relative[kind], worst[kind] = _relative(one, other)
-    return Compared(**vars(counted), largest=_largest(found, expected), relative=relative, worst=worst)
-
-
-def assert_right(compared: Compared, model: str) -> None:
-    """Check that kernels compute, and that what they compute is that of one process."""
-    for kind, (difference, where) in compared.largest.items():
-        assert difference < matrix.TOLERANCE, f"{kind} differ by {difference:.1e} in {where}"
-    for calls in (compared.calls, compared.later_calls):
-        assert not matrix.FUSED[model] - calls.keys()
-
-
-def count(engine: str, model: str, folder: Path, kernels: bool) -> Counted:
-    """Return what a step calls and sends."""
-    return train(engine, model, folder, kernels, "off", steps=1)[1]
-
-
-@torch.no_grad()
-def evaluate(engine: str, model: str, folder: Path) -> Tensor:
-    """Return the loss of a compiled model with kernels, which is not trained."""
-    torch._dynamo.reset()
-    with engines.registered(True):
-        _, compiled = engines.build(engine, model, folder, True, "off", compiled=True)
-        ids = engines.batch(engine, model, 0)
-        return _mean(compiled.eval()(ids, labels=ids, use_cache=False).loss)
-
-
-def train(
     engine: str,
     model: str,
     folder: Path,
-    kernels: bool,
-    checkpointing: str,
-    steps: int = models.STEPS,
-    compiled: bool = False,
+    truth: list[Tensors],
+    kernels: bool = True,
+    checkpointing: str = "off",
     accumulates: bool = False,
-) -> tuple[list[Tensors], Counted]:
-    """Train a model; returns for each step loss and gradients, and behind the last the weights, as `models.train`.
+    is_late: bool = False,
+    **how: bool,
+) -> Compared:
+    """Train a model on the devices of all processes, which have to call this together, and compare each with the truth.
 
-    Where it accumulates, each half of a batch has a backward of its own.
+    With checkpointing, gradients of the second step are not compared by themselves: they are seen in the weights.
+    Where it accumulates, each half of a batch has a backward of its own. Kernels that are late are swapped in behind
+    the engine, before each step.
     """
+    torch._dynamo.reset()
     with engines.registered(kernels):
-        whole, trained = engines.build(engine, model, folder, kernels, checkpointing, compiled)
-        rows = kernels_ext_npu.report(whole)
-        rows = [row for row in rows if row.reason is not None and row.kind != "heads"]
-        report = {(row.class_name, row.swapped, row.reason) for row in rows}
+        whole, trained = engines.build(engine, model, folder, kernels and not is_late, checkpointing, **how)
         optimizer = models.optimizer_of(trained)
         found: list[Tensors] = []
         calls: list[Counter[str]] = []
-        sent: Sent = {}
-        for step in range(steps):
+        sent: list[Sent] = []
+        for step in range(models.STEPS):
+            if is_late:
+                kernels_ext_npu.kernelize(trained)
             ids = engines.batch(engine, model, step)
+            if step:  # an evaluation in between: transformers asks for kernels again, and for them once more behind it
+                trained.eval()
+                with torch.no_grad():
+                    evaluated = _mean(trained(ids, labels=ids, use_cache=False).loss)
+                trained.train()
             softnpu.reset_counters()
             parts, loss = ids.chunk(2) if accumulates else (ids,), torch.zeros((), device=ids.device)
             for part in parts:
@@ -126,15 +84,29 @@ def train(
                 loss += part_of_loss.detach()
             optimizer.step()
             calls.append(Counter(softnpu.counters()))
-            sent = sent or _sent()
+            sent.append(_sent())
             found.append({"loss": _mean(loss)})
-            if step == 0 or checkpointing == "off":  # the others of the second step are seen in the weights
-                found[-1] |= {f"gradient {name}": g for name, g in engines.gradients(trained).items()}
-                trained.eval()  # as for an evaluation: transformers asks for kernels again each time
-                trained.train()
+            if step == 0 or checkpointing == "off":
+                found[-1] |= engines.named("gradient", engines.gradients(trained))
             optimizer.zero_grad()
-        found.append({f"weight {name}": weight for name, weight in engines.weights(trained).items()})
-        return found, Counted(calls[0], calls[-1], sent, report)
+        found.append(engines.named("weight", engines.weights(trained)))
+        report = kernels_ext_npu.report(whole)
+        rows = [row for row in report if row.reason is not None and row.kind != "heads"]
+        remarks = {(row.class_name, row.swapped, row.reason) for row in rows}
+        projections = Counter(row.reason for row in report.projections)
+    if checkpointing != "off":
+        truth[1] = {"loss": truth[1]["loss"]}
+    largest = _largest(found, truth)
+    largest["loss"] = max(largest["loss"], ((evaluated - truth[-2]["loss"]).abs().item(), "an evaluation"))
+    return Compared(calls[0], calls[-1], sent[0], remarks, projections, largest, *_relative(found, truth))
+
+
+def assert_right(compared: Compared, model: str) -> None:
+    """Check that kernels compute, and that what they compute is that of one process."""
+    for kind, (difference, where) in compared.largest.items():
+        assert difference < matrix.TOLERANCE, f"{kind} differ by {difference:.1e} in {where}"
+    for calls in (compared.calls, compared.later_calls):
+        assert not matrix.FUSED[model] - calls.keys()
 
 
 def _largest(found: list[Tensors], truth: list[Tensors]) -> dict[str, tuple[float, str]]:
@@ -150,17 +122,20 @@ def _largest(found: list[Tensors], truth: list[Tensors]) -> dict[str, tuple[floa
     return largest
 
 
-def _relative(found: Tensors, truth: Tensors) -> tuple[float, float]:
-    """Of all tensors as one vector, and of the one for which it is largest. The loss is none of them."""
-    names = truth.keys() - {"loss"}
-    wrong = {name: (found[name] - truth[name]).norm().item() for name in names}
-    right = {name: truth[name].norm().item() for name in names}
-    whole = _length(wrong.values()) / _length(right.values())
-    return whole, max(wrong[name] / right[name] for name in names)
-
-
-def _length(parts: Iterable[float]) -> float:
-    return sum(part**2 for part in parts) ** 0.5
+def _relative(found: list[Tensors], truth: list[Tensors]) -> tuple[dict[str, float], dict[str, float]]:
+    """Of all tensors as one vector, and of the one for which it is largest; the loss is none of them."""
+    relative, worst = {}, {}
+    for step, (one, other) in enumerate(zip(found, truth)):
+        wrong = {name: (one[name] - tensor).norm() for name, tensor in other.items()}
+        right = {name: tensor.norm() for name, tensor in other.items()}
+        if "loss" in other:
+            relative[f"loss of step {step}"] = (wrong.pop("loss") / right.pop("loss")).item()
+        if wrong:
+            kind = "weights" if step == models.STEPS else f"gradients of step {step}"
+            length_of_wrong, length = (torch.stack([*each.values()]).norm() for each in (wrong, right))
+            relative[kind] = (length_of_wrong / length).item()
+            worst[kind] = max((wrong[name] / right[name]).item() for name in wrong)
+    return relative, worst
 
 
 def _mean(loss: Tensor) -> Tensor:
@@ -172,14 +147,10 @@ def _mean(loss: Tensor) -> Tensor:
 
 def _sent() -> Sent:
     """Groups by their ranks: their names differ from one model to the next."""
-    ranks = {name: tuple(dist.get_process_group_ranks(group)) for group, name in _groups().items()}
-    sent: Sent = {}
+    groups = dist.distributed_c10d._world.pg_names
+    ranks = {name: tuple(dist.get_process_group_ranks(group)) for group, name in groups.items()}
+    sent: Sent = Counter()
     for collective, traffic in softnpu.collectives().items():
-        key = collective.operator, ranks[collective.group]
-        calls, size = sent.get(key, (0, 0))
-        sent[key] = calls + traffic.calls, size + traffic.bytes
+        sent[collective.operator, ranks[collective.group], "calls"] += traffic.calls
+        sent[collective.operator, ranks[collective.group], "bytes"] += traffic.bytes
     return sent
-
-
-def _groups() -> dict[dist.ProcessGroup, str]:
-    return dist.distributed_c10d._world.pg_names

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import DistributedConfig, PreTrainedModel
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import kernels_ext_npu
 from tests.distributed import models
@@ -48,33 +50,44 @@ def engine(name: str, model: str) -> Engine:
     if name in _WRAPS:
         return Engine(world, _WRAPS[name])
     config = dict(_CONFIGS[name])
-    if name == "EP, router masking" and "ep_router" not in ALL_PARALLEL_STYLES:
-        config["ep_implementation"] = "all_reduce"  # of transformers 5.23, which masks in front of the experts
-    elif name == "EP, router masking":
-        router = {"Qwen3-MoE": "gate", "gpt-oss": "router"}[model]
-        config["ep_plan"] = {
-            f"model.layers.*.mlp.{router}": "ep_router",
-            "model.layers.*.mlp.experts": "moe_tp_experts",
-        }
+    if name == "EP, router masking":
+        config |= masking({"Qwen3-MoE": "gate", "gpt-oss": "router"}[model])
     return Engine(config.get("fsdp_size", 1), config=config)
 
 
+def masking(router: str) -> dict[str, Any]:
+    """Each rank of a group computes its experts for all tokens: by a plan, and from transformers 5.23 on by a name."""
+    if "ep_router" not in ALL_PARALLEL_STYLES:
+        return {"ep_implementation": "all_reduce"}
+    return {"ep_plan": {f"model.layers.*.mlp.{router}": "ep_router", "model.layers.*.mlp.experts": "moe_tp_experts"}}
+
+
 def build(
-    name: str, model: str, folder: Path, kernels: bool, checkpointing: str, compiled: bool = False
+    name: str,
+    model: str,
+    folder: Path,
+    kernels: bool,
+    checkpointing: str = "off",
+    is_compiled: bool = False,
+    is_adapted: bool = False,
 ) -> tuple[PreTrainedModel, nn.Module]:
     """A model from a checkpoint, and what trains it; compiled layer by layer, or under DDP as a whole."""
     chosen = engine(name, model)
     if chosen.config:
-        whole = models.load(folder, use_kernels=kernels, distributed_config=DistributedConfig(**chosen.config))
+        placed: dict[str, Any] = {"distributed_config": DistributedConfig(**chosen.config)}
     else:
-        device = torch.device("npu", dist.get_rank())
-        whole = models.load(folder, use_kernels=kernels, device_map=device)
+        placed = {"device_map": torch.device("npu", dist.get_rank())}
+    whole = models.load(folder, is_adapted, use_kernels=kernels, **placed)
     if checkpointing != "off":
         whole.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
-    for layer in whole.model.layers if compiled and name != "DDP" else ():
+    for layer in _layers(whole) if is_compiled and name != "DDP" else ():
         layer.compile(backend="aot_eager", fullgraph=True)
     trained = chosen.wrap(whole) if chosen.wrap else whole
-    return whole, torch.compile(trained, backend="aot_eager") if compiled and name == "DDP" else trained
+    return whole, torch.compile(trained, backend="aot_eager") if is_compiled and name == "DDP" else trained
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def batch(name: str, model: str, step: int) -> Tensor:
@@ -92,11 +105,11 @@ def accumulating(model: nn.Module, is_last: bool) -> AbstractContextManager[obje
 
 
 @contextmanager
-def registered(kernels: bool) -> Iterator[None]:
+def registered(kernels: bool, everywhere: bool = False) -> Iterator[None]:
     """With or without kernels: rotary functions and the experts' default are those of the process."""
     kernels_ext_npu.unregister()
     if kernels:
-        kernels_ext_npu.register()
+        kernels_ext_npu.register(everywhere=everywhere)
     try:
         yield
     finally:
@@ -108,15 +121,22 @@ def weights(model: nn.Module) -> Tensors:
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model, writeback=False):
             return {_plain(path): p.detach().cpu().clone() for path, p in model.named_parameters()}
-    return {_plain(path): _whole(parameter) for path, parameter in model.named_parameters()}
+    return {_plain(path): whole(parameter) for path, parameter in model.named_parameters()}
 
 
 def gradients(model: nn.Module) -> Tensors:
     """Their whole gradients; of those that have none there is no entry."""
     if isinstance(model, FullyShardedDataParallel):
         return _flat_gradients(model)
-    named = model.named_parameters()
-    return {_plain(path): _whole(parameter.grad) for path, parameter in named if parameter.grad is not None}
+    taken = {path: parameter.grad for path, parameter in model.named_parameters() if parameter.grad is not None}
+    if getattr(model, "gradient_as_bucket_view", False):  # DDP's: they stay parts of what it reduces
+        assert all(gradient.untyped_storage().nbytes() > gradient.nbytes for gradient in taken.values())
+    return {_plain(path): whole(gradient) for path, gradient in taken.items()}
+
+
+def named(kind: str, tensors: Tensors) -> Tensors:
+    """As `models.train` names them."""
+    return {f"{kind} {name}": tensor for name, tensor in tensors.items()}
 
 
 def _flat_gradients(model: nn.Module) -> Tensors:
@@ -135,7 +155,8 @@ def _flat_gradients(model: nn.Module) -> Tensors:
     return found
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
+    """On the CPU, gathered from all ranks."""
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return tensor.detach().cpu().float().clone()
 
@@ -146,13 +167,13 @@ def _plain(path: str) -> str:
     return path.removeprefix("module.")
 
 
-def _ddp(model: PreTrainedModel) -> nn.Module:
-    return DistributedDataParallel(model, device_ids=[dist.get_rank()])
+def _ddp(model: PreTrainedModel, **options: Any) -> nn.Module:
+    return DistributedDataParallel(model, device_ids=[dist.get_rank()], **options)
 
 
 def _fsdp2(**options: Any) -> Wrap:
     def wrap(model: PreTrainedModel) -> nn.Module:
-        for layer in model.model.layers:
+        for layer in _layers(model):
             fully_shard(layer, **options)
         return fully_shard(model, **options)
 
@@ -168,7 +189,7 @@ def _fsdp1(**options: Any) -> Wrap:
     def wrap(model: PreTrainedModel) -> nn.Module:
         return FullyShardedDataParallel(
             model,
-            auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
+            auto_wrap_policy=ModuleWrapPolicy({type(_layers(model)[0])}),
             device_id=torch.device("npu", dist.get_rank()),
             **options,
         )
@@ -178,6 +199,7 @@ def _fsdp1(**options: Any) -> Wrap:
 
 _WRAPS: dict[str, Wrap] = {
     "DDP": _ddp,
+    "DDP, gradients in buckets": partial(_ddp, gradient_as_bucket_view=True),
     "FSDP2": _fsdp2(),
     "FSDP2, hybrid": _hybrid,
     "FSDP2, bfloat16": _fsdp2(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)),

@@ -10,12 +10,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedConfig,
-    PreTrainedModel,
 )
 
 from tests.support.sizes import sizes
 
 Tensors = dict[str, Tensor]
+ROWS, LENGTH = 4, 8
 
 # Halves of gate and up are multiples of 64 bytes on each of two ranks, in bfloat16, too: what the operators ask for.
 # A head size of 32 is what the rotary operator takes on every path.
@@ -44,6 +44,7 @@ LATENT = MIXED | {
 }
 # An image of 4 x 4 patches is four tokens behind one that begins it.
 IMAGE, IMAGE_START = 2, 3
+GRIDS = torch.tensor([[1, 4, 4]] * 2)
 ROTATED = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
 WITH_IMAGES: dict[str, Any] = {
     "text_config": TEXT | {"hidden_size": 128, "rope_parameters": ROTATED},
@@ -55,6 +56,13 @@ WITH_IMAGES: dict[str, Any] = {
     "vision_start_token_id": IMAGE_START,
     "tie_word_embeddings": False,
 }  # fmt: skip
+BERT = TEXT | {"tie_word_embeddings": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+LLAMA4 = TEXT | {
+    "layer_types": ["chunked_attention", "full_attention"],
+    "no_rope_layers": [1, 0],
+    "moe_layers": [],
+    "intermediate_size_mlp": 64,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3": ("qwen3", TEXT),
     "Llama": ("llama", TEXT | {"mlp_bias": True, "attention_bias": True}),
@@ -68,6 +76,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         TEXT | {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
     ),
+    "Qwen3, tied": ("qwen3", TEXT | {"tie_word_embeddings": True}),
     "Qwen3, groups": ("qwen3", TEXT | {"num_attention_heads": 8, "num_key_value_heads": 4}),
     "Qwen3-Next": (
         "qwen3_next",
@@ -76,17 +85,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5": ("qwen3_5_text", TEXT | LINEAR),
     "Kimi Linear": ("kimi_linear", TEXT | EXPERTS | LATENT | {"num_local_experts": 4}),
     "Qwen2.5-VL": ("qwen2_5_vl", WITH_IMAGES),
+    # these give their masks no positions
+    "BERT": ("bert", BERT),
+    "BERT, decoder": ("bert", BERT | {"is_decoder": True}),
+    "Llama 4": ("llama4_text", LLAMA4 | {"attention_chunk_size": LENGTH}),
+    "Llama 4, chunks": ("llama4_text", LLAMA4 | {"attention_chunk_size": LENGTH - 2}),
 }
 # With these no token lies so close between two experts that bfloat16 sends it to another one.
 _SEEDS = {"Qwen3-MoE": 16, "gpt-oss": 242}
-MIXTURES = ("Qwen3-MoE", "gpt-oss")
 
 STEPS = 2
 # A step of AdamW is rate · m / (√v + eps). Where eps is as large as the rate, a difference in a gradient moves a weight
 # by no more than that difference; with the usual eps of 1e-8 the first step would be the sign of the gradient, and
 # differences of 1e-8 around zero would move weights by the whole rate.
 RATE = EPS = 1e-2
-ROWS, LENGTH = 4, 8
 
 
 def save(name: str, folder: Path) -> None:
@@ -111,38 +123,57 @@ def tokens(step: int) -> Tensor:
     return torch.randint(2, TEXT["vocab_size"], (ROWS, LENGTH), generator=torch.Generator().manual_seed(10 + step))
 
 
+def given(model: Any, step: int) -> Tensors:
+    """The whole batch as the model takes it: the first two rows have an image each, if it sees."""
+    ids = tokens(step)
+    if not hasattr(model.config, "vision_config"):
+        return {"input_ids": ids}
+    ids[ids <= IMAGE_START] = IMAGE_START + 1
+    ids[: len(GRIDS), 1:6] = torch.tensor([IMAGE_START, *[IMAGE] * 4])
+    pixels = torch.randn(32, 96, generator=torch.Generator().manual_seed(step))
+    kinds = (ids == IMAGE).int()
+    return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": GRIDS, "mm_token_type_ids": kinds}
+
+
 def optimizer_of(model: nn.Module, rate: float = RATE) -> torch.optim.Optimizer:
     """AdamW, tensor by tensor: torch's foreach refuses DTensors next to plain tensors, which TP has side by side."""
     return torch.optim.AdamW(model.parameters(), lr=rate, eps=EPS, weight_decay=0.1, foreach=False)
 
 
-def load(folder: Path, **options: Any) -> PreTrainedModel:
-    """A checkpoint in training mode."""
+def load(folder: Path, is_adapted: bool = False, **options: Any) -> Any:
+    """A checkpoint in training mode; with adapters, these alone are trained."""
     auto = _auto(PreTrainedConfig.get_config_dict(folder)[0])
-    return auto.from_pretrained(folder, dtype=torch.float32, **options).train()
+    model = auto.from_pretrained(folder, dtype=torch.float32, **options).train()
+    if not is_adapted:
+        return model
+    from peft import LoraConfig, get_peft_model  # seconds, for few tests
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)  # zeros hide half
+        return get_peft_model(model, config)
 
 
 def _auto(sizes: dict[str, Any]) -> Any:
     return AutoModelForImageTextToText if "vision_config" in sizes else AutoModelForCausalLM
 
 
-def train(folder: Path) -> list[Tensors]:
+def train(folder: Path, steps: int = STEPS, rate: float = RATE, is_adapted: bool = False) -> list[Tensors]:
     """What one process on the CPU computes without kernels, with transformers' plainest formulas.
 
     Returns:
         For each step loss and gradients, ``loss`` and ``gradient <name>``, and behind the last the weights,
         ``weight <name>``.
     """
-    model = load(folder, experts_implementation="eager", attn_implementation="eager")
-    optimizer = optimizer_of(model)
-    steps = []
-    for step in range(STEPS):
-        ids = tokens(step)
-        loss = model(ids, labels=ids, use_cache=False).loss
+    model = load(folder, is_adapted, experts_implementation="eager", attn_implementation="eager")
+    optimizer = optimizer_of(model, rate)
+    found = []
+    for step in range(steps):
+        batch = given(model, step)
+        loss = model(**batch, labels=batch["input_ids"], use_cache=False).loss
         loss.backward()
-        gradients = {f"gradient {name}": parameter.grad.clone() for name, parameter in model.named_parameters()}
-        steps.append({"loss": loss.detach()} | gradients)
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        found.append({"loss": loss.detach()} | {f"gradient {name}": each for name, each in gradients.items()})
         optimizer.step()
         optimizer.zero_grad()
-    weights = {f"weight {name}": parameter.detach() for name, parameter in model.named_parameters()}
-    return [*steps, weights]
+    return [*found, {f"weight {name}": parameter.detach() for name, parameter in model.named_parameters()}]

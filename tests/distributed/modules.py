@@ -84,12 +84,12 @@ def fused_mlp() -> Holder:
     return Holder(Phi3MLP(Phi3Config(hidden_size=SIZE, intermediate_size=64, pad_token_id=0)))
 
 
-def mixture(implementation: str = "grouped_mm") -> Holder:
+def mixture() -> Holder:
     """Router and experts."""
     config = Qwen3MoeConfig(
         hidden_size=SIZE, moe_intermediate_size=SIZE, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True
     )
-    config._experts_implementation = implementation
+    config._experts_implementation = "grouped_mm"
     return Holder(Qwen3MoeSparseMoeBlock(config))
 
 

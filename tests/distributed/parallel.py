@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import kernels_ext_npu
@@ -22,13 +21,13 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("npu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
 
 
-def seeded(build: Callable[[], nn.Module], scale: float = 0.3) -> nn.Module:
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
     """A module with random parameters, the same on every rank; weights of 1 and biases of 0 would hide mistakes."""
     torch.manual_seed(0)
     module = build()
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.normal_(0.0, scale)
+            parameter.normal_(0.0, 0.3)
             if parameter.dim() == 1:
                 parameter.add_(1.0)
     return module
@@ -37,11 +36,6 @@ def seeded(build: Callable[[], nn.Module], scale: float = 0.3) -> nn.Module:
 def leaves(inputs: tuple[Tensor, ...], device: str) -> list[Tensor]:
     """Inputs for one step: those of another one have its gradients."""
     return [x.detach().clone().to(device).requires_grad_(x.requires_grad) for x in inputs]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """On the CPU, gathered from all ranks."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
 def results(module: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
@@ -67,9 +61,9 @@ def compare(
 ) -> dict[str, Any]:
     """Return the largest differences between a module in parallel with kernels and one on the CPU without, by name.
 
-    And the rows of the report, and how often each operator was called. Kernels are swapped in ``before`` the module
-    becomes parallel, or afterwards. What is not compared ``alone`` is compared with the module in parallel without
-    kernels, for what says itself that one device computes something else.
+    And the rows of the report, how often each operator was called, and collectives that are not those without kernels.
+    Kernels are swapped in ``before`` the module becomes parallel, or afterwards. What is not compared ``alone`` is
+    compared with the module in parallel without kernels, for what says itself that one device computes something else.
     """
     original = seeded(build)
     module = copy.deepcopy(original).to("npu")
@@ -79,26 +73,28 @@ def compare(
         apply(module)
         for _ in range(2):  # once more, as train() and eval() of a model do
             kernels_ext_npu.kernelize(module)
+        plain = copy.deepcopy(original).to("npu")
+        apply(plain)
+        softnpu.reset_counters()
+        expected = results(plain, *leaves(inputs, "npu"))
+        sent = softnpu.collectives()
         if alone:
             expected = results(original, *leaves(inputs, "cpu"))
-        else:
-            plain = copy.deepcopy(original).to("npu")
-            apply(plain)
-            expected = results(plain, *leaves(inputs, "npu"))
         softnpu.reset_counters()
         found = results(module, *leaves(inputs, "npu"))
         calls = {name: number for name, number in softnpu.counters().items() if name.startswith("npu_")}
+        added = {group: traffic for group, traffic in softnpu.collectives().items() if sent.get(group) != traffic}
         rows = {row.path: [row.swapped, row.reason] for row in kernels_ext_npu.report(module)}
     assert found.keys() == expected.keys(), (found.keys(), expected.keys())
     differences = {name: largest_difference(found[name], expected[name]) for name in expected}
-    return {"differences": differences, "rows": rows, "calls": calls}
+    return {"differences": differences, "rows": rows, "calls": calls, "added": added}
 
 
 def largest_difference(found: Tensor | None, expected: Tensor | None) -> float:
     """Infinite where one is missing or has another shape."""
     if found is None or expected is None:
         return 0.0 if found is expected else float("inf")
-    found, expected = whole(found), whole(expected)
+    found, expected = engines.whole(found), engines.whole(expected)
     if found.shape != expected.shape or found.isnan().any():
         return float("inf")
     return (found.double() - expected.double()).abs().max().item() if found.numel() else 0.0

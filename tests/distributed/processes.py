@@ -57,11 +57,11 @@ class Processes:
         wait(results, seconds, FIRST_EXCEPTION)
         wait(results, GRACE)
         if failures := {rank: failure for rank, result in enumerate(results) if (failure := _failure(result))}:
-            self.stop()
+            self.close()
             raise FailedOnRanksError("\n".join(f"rank {rank}: {failure}" for rank, failure in failures.items()))
         return [result.result() for result in results]
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End the processes: no collective at the end, another rank may be gone."""
         for process in multiprocessing.active_children():
             if process.pid in self._pids:

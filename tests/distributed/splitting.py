@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional as F
@@ -21,38 +21,18 @@ from torch.utils._pytree import tree_leaves
 from transformers import DistributedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-import kernels_ext_npu
 from kernels_ext_npu.swaps.attention.shared_sequences import Exchange, Gather, Range, Split
 from tests.distributed import engines, models
-from tests.distributed.models import IMAGE, IMAGE_START, LENGTH, ROWS, Tensors
+from tests.distributed.models import IMAGE, LENGTH, ROWS, Tensors
 
-STEPS = 10
 # With it the gradients of one process in float32 stay within 4e-6 of float64; with 1e-2 those of gpt-oss are at 1.2e-5.
 RATE = 3e-3
-IMAGES = torch.tensor([[1, 4, 4]] * 2)  # of the first two rows
 LABELS = ROWS * (LENGTH - 1)
-
-
-def whole(folder: Path, is_adapted: bool) -> list[Tensors]:
-    """Train one process on the CPU without kernels, with transformers' plainest formulas; returns as `models.train`."""
-    model = _adapted(models.load(folder, experts_implementation="eager", attn_implementation="eager"), is_adapted)
-
-    def loss_of(step: int) -> Tensor:
-        ids = _tokens(model, step)
-        images = {}
-        if _sees(model):
-            kinds = (ids == IMAGE).int()
-            images = {"pixel_values": _pixels(step), "image_grid_thw": IMAGES, "mm_token_type_ids": kinds}
-        loss = model(ids, labels=ids, use_cache=False, **images).loss
-        loss.backward()
-        return loss.detach()
-
-    return _train(model, loss_of, STEPS)
 
 
 def split(
     folder: Path,
-    attention: str | None,
+    attention: str | None = None,
     layout: str = "rows",
     steps: int = 1,
     framework: str = "torch",
@@ -65,13 +45,11 @@ def split(
     is_forward_called: bool = False,
     **more: Any,
 ) -> list[Tensors]:
-    """Train with kernels on all processes, which have to call this together, and return what `whole` does.
+    """Train with kernels on all processes, which have to call this together, and return what `models.train` does.
 
     Args:
-        folder: of the checkpoint.
         attention: the implementation that the model names.
         layout: ``rows``, ``padded``, of which row i begins behind i tokens of padding, or ``packed``.
-        steps: their number.
         framework: who splits.
         is_adapted: whether adapters alone are trained.
         experts: how many devices share experts. Then two share rows, and FSDP2 shards the other weights over all.
@@ -82,8 +60,7 @@ def split(
         is_forward_called: whether the model is not called itself.
         more: is given to the model.
     """
-    kernels_ext_npu.register(everywhere=True)
-    try:
+    with engines.registered(True, everywhere=True):
         ranks, rank = dist.get_world_size(), dist.get_rank()
         if experts > 1:
             placed: dict[str, Any] = {"distributed_config": DistributedConfig(ep_size=experts, fsdp_size=ranks)}
@@ -92,12 +69,14 @@ def split(
         else:
             placed, rows = {"device_map": torch.device("npu", rank)}, 0
             mesh = dist.init_device_mesh("npu", (ranks,))
-        model = _adapted(models.load(folder, attn_implementation=attention, **placed), is_adapted)
-
-        def loss_of(step: int) -> Tensor:
-            ids = _tokens(model, step)[:, :length].npu()
+        model = models.load(folder, is_adapted, attn_implementation=attention, **placed)
+        optimizer = models.optimizer_of(model, RATE)
+        found: list[Tensors] = []
+        for step in range(steps):
+            batch = {name: tensor.npu() for name, tensor in models.given(model, step).items()}
+            ids = batch.pop("input_ids")[:, :length]
             buffers = _laid_out(ids.chunk(ranks // mesh.size())[rows], layout, padding, hole)
-            features = _see(model, ids, buffers, step) if _sees(model) else None
+            features = _see(model, ids, buffers, **batch) if batch else None
             with FRAMEWORKS[framework](model, attention or "sdpa", mesh, buffers) as given:
                 given.pop(withheld, None)
                 numbers = given.pop("images", None)
@@ -112,11 +91,10 @@ def split(
             for parameter in model.parameters() if experts == 1 else ():
                 if parameter.grad is not None:
                     dist.all_reduce(parameter.grad)
-            return loss.cpu()
-
-        return _train(model, loss_of, steps)
-    finally:
-        kernels_ext_npu.unregister()
+            found.append({"loss": loss.cpu()} | engines.named("gradient", engines.gradients(model)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*found, engines.named("weight", engines.weights(model))]
 
 
 def refusal(*args: Any, **kwargs: Any) -> str:
@@ -128,51 +106,14 @@ def refusal(*args: Any, **kwargs: Any) -> str:
     return ""
 
 
-def _train(model: nn.Module, loss_of: Callable[[int], Tensor], steps: int) -> list[Tensors]:
-    optimizer = models.optimizer_of(model, RATE)
-    found: list[Tensors] = []
-    for step in range(steps):
-        loss = loss_of(step)
-        found.append({"loss": loss} | {f"gradient {name}": each for name, each in engines.gradients(model).items()})
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*found, {f"weight {name}": each for name, each in engines.weights(model).items()}]
-
-
-def _adapted(model: Any, is_adapted: bool) -> Any:
-    if not is_adapted:
-        return model
-    from peft import LoraConfig, get_peft_model  # seconds, for one test
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)  # zeros hide half
-        return get_peft_model(model, config)
-
-
 # ---- what a model is given -------------------------------------------------------------------------------------------
-def _sees(model: nn.Module) -> bool:
-    return hasattr(model.config, "vision_config")  # type: ignore[union-attr]
-
-
-def _tokens(model: nn.Module, step: int) -> Tensor:
-    ids = models.tokens(step)
-    if _sees(model):
-        ids[ids <= IMAGE_START] = IMAGE_START + 1
-        ids[: len(IMAGES), 1:6] = torch.tensor([IMAGE_START, *[IMAGE] * 4])
-    return ids
-
-
-def _pixels(step: int) -> Tensor:
-    return torch.randn(32, 96, generator=torch.Generator().manual_seed(step))
-
-
-def _see(model: Any, ids: Tensor, buffers: Tensors, step: int) -> Tensor:
+def _see(
+    model: Any, ids: Tensor, buffers: Tensors, pixel_values: Tensor, image_grid_thw: Tensor, mm_token_type_ids: Tensor
+) -> Tensor:
     """Return the features of whole images, and add to what is split which of them a token stands for."""
-    kinds = (ids == IMAGE).int()
-    buffers["position_ids"] = model.model.get_rope_index(ids, kinds, IMAGES.npu())[0]
-    buffers["images"] = kinds.flatten().cumsum(0).view_as(ids) - 1
-    return torch.cat(model.model.get_image_features(_pixels(step).npu(), IMAGES.npu()).pooler_output)
+    buffers["position_ids"] = model.model.get_rope_index(ids, mm_token_type_ids, image_grid_thw)[0]
+    buffers["images"] = mm_token_type_ids.flatten().cumsum(0).view_as(ids) - 1
+    return torch.cat(model.model.get_image_features(pixel_values, image_grid_thw).pooler_output)
 
 
 def _laid_out(ids: Tensor, layout: str, padding: int, hole: bool) -> Tensors:

@@ -137,19 +137,3 @@ def test_every_form_of_a_collective(two_ranks: Processes, backend: str) -> None:
     for results in two_ranks.run(collect, backend=backend):
         for name, (tensor, expected) in results.items():
             assert torch.equal(tensor, expected), (name, tensor, expected)  # small integers: exact
-
-
-def talk_about_objects() -> list:
-    rank, gathered, box = dist.get_rank(), [None] * RANKS, [dist.get_rank()]
-    dist.all_gather_object(gathered, {"rank": rank})
-    dist.broadcast_object_list(box, 1)
-    collected = [None] * RANKS if rank == 0 else None
-    dist.gather_object(str(rank), collected)
-    received = [None]
-    dist.scatter_object_list(received, ["a", "b"] if rank == 0 else None)
-    return [gathered, box, collected, received]
-
-
-def test_objects(two_ranks: Processes) -> None:
-    everyone = [{"rank": 0}, {"rank": 1}]
-    assert two_ranks.run(talk_about_objects) == [[everyone, [1], ["0", "1"], ["a"]], [everyone, [1], None, ["b"]]]

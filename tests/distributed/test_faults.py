@@ -9,14 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import context_parallel
-from torch.nn.parallel import DistributedDataParallel
 
 import kernels_ext_npu
 from tests.distributed import models
-from tests.distributed.conftest import Made
 from tests.distributed.launching import TORCHRUN, launch
 from tests.distributed.processes import FailedOnRanksError, Processes
 
@@ -65,43 +62,10 @@ def test_what_is_killed_under_torchrun_ends_the_others_with_a_message(tmp_path: 
     assert run.left == []
 
 
-def go(how: str) -> None:
-    """End this process, or leave the others waiting."""
-    os._exit(7) if how == "exit" else time.sleep(1000)
-
-
-def train(how: str) -> None:
-    """Train two steps; then rank 1 is gone, and rank 0 raises what it is told."""
-    device = torch.device("npu", dist.get_rank())
-    group = dist.new_group(timeout=datetime.timedelta(seconds=SHORT))
-    model = DistributedDataParallel(nn.Linear(8, 8).to(device), device_ids=[device.index], process_group=group)
-    for step in range(4):
-        if step == 2 and dist.get_rank() == 1:
-            go(how)
-        try:
-            model(torch.ones(2, 8, device=device)).sum().backward()
-        except RuntimeError as error:
-            raise RuntimeError(f"step {step}: {error}") from error
-
-
-@pytest.mark.parametrize(
-    ("how", "other", "said"),
-    [("exit", "its process ended", "by peer"), ("hang", "not done in time", f"Timed out waiting {SHORT}000ms")],
-)
-def test_a_process_that_waits_for_another_ends_with_a_message(
-    how: str, other: str, said: str, two_ranks: Processes
-) -> None:
-    with pytest.raises(FailedOnRanksError) as failed:
-        two_ranks.run(train, how)
-    first, second = str(failed.value).split("rank 1: ")
-    assert second == other
-    assert re.search(f"RuntimeError: step 2: .*{said}", first), first
-
-
 def train_on_parts(how: str, place: str, folder: Path) -> None:
     """Train on parts of sequences; in the second step rank 1 is gone, and the others raise what they are told.
 
-    It goes in front of the second layer, or behind it on the way back, as ``place`` says.
+    It ends or hangs in front of the second layer, or behind it on the way back, as ``place`` says.
     """
     device = torch.device("npu", dist.get_rank())
     mesh = DeviceMesh.from_group(dist.new_group(timeout=datetime.timedelta(seconds=SHORT)), "npu")
@@ -111,7 +75,7 @@ def train_on_parts(how: str, place: str, folder: Path) -> None:
         if step == 1 and dist.get_rank() == 1:
             layer = model.model.layers[1]
             hook = layer.register_forward_pre_hook if place == "forward" else layer.register_full_backward_pre_hook
-            hook(lambda *_: go(how))
+            hook(lambda *_: os._exit(7) if how == "exit" else time.sleep(1000))
         ids = models.tokens(step).to(device)
         positions = torch.arange(models.LENGTH, device=device).repeat(models.ROWS, 1)
         try:
@@ -127,14 +91,14 @@ def train_on_parts(how: str, place: str, folder: Path) -> None:
     [("exit", "forward", f"by peer|{TIMED_OUT}"), ("hang", "backward", TIMED_OUT)],
 )
 def test_all_that_share_sequences_with_a_process_that_is_gone_end_with_a_message(
-    how: str, place: str, others: str, four_ranks: Processes, checkpoints: Made
+    how: str, place: str, others: str, four_ranks: Processes, checkpoints
 ) -> None:
     """It says in which step, and its traceback in which message of which layer.
 
     Of four two exchange heads, and one of each two gathers keys: not all have to do with the one that is gone.
     """
     with pytest.raises(FailedOnRanksError) as failed:
-        four_ranks.run(train_on_parts, how, place, checkpoints["Qwen3"])
+        four_ranks.run(train_on_parts, how, place, checkpoints("Qwen3"))
     reports = re.split(r"^rank \d: ", str(failed.value), flags=re.MULTILINE)[1:]
     assert reports.pop(1).strip() == ("its process ended" if how == "exit" else "not done in time")
     for report in reports:

@@ -1,11 +1,9 @@
 """Process groups of software devices: what is counted in them, and what they leave alone."""
 
 import gc
-import os
-import socket
 import time
-from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,9 +34,7 @@ def count() -> tuple[dict, dict, dict]:
     dist.broadcast(x, 0)
     dist.scatter(part, [x[:3].contiguous(), x[3:].contiguous()] if rank == 0 else None)
     dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
-    work = dist.all_reduce(x, async_op=True)
-    assert work is not None
-    work.wait()
+    dist.all_reduce(x, async_op=True).wait()
     # backward runs in a thread of its own
     functional.all_gather_single_autograd(leaf, 0, dist.group.WORLD).sum().backward()
     counted, waits = softnpu.collectives(), softnpu.counters()
@@ -46,12 +42,9 @@ def count() -> tuple[dict, dict, dict]:
     assert softnpu.collectives() == {}
     dist.barrier()
     return (
-        {(key.operator, key.group == pair.group_name, key.ranks): tuple(value) for key, value in counted.items()},
+        {(key.operator, key.group == pair.group_name, key.ranks): value for key, value in counted.items()},
         {key: waits[key] for key in ("stream_syncs", "device_to_host_copies")},
-        {
-            "barrier": [tuple(value) for value in softnpu.collectives().values()],
-            "syncs": softnpu.counters()["stream_syncs"],
-        },
+        {"barrier": [*softnpu.collectives().values()], "syncs": softnpu.counters()["stream_syncs"]},
     )
 
 
@@ -83,7 +76,6 @@ def outlive() -> list[float]:
     del tensor
     gc.collect()
     later = [torch.full((50_000,), -1.0, device="npu") for _ in range(8)]
-    assert work is not None
     work.wait()
     return later[0].unique().tolist()
 
@@ -94,19 +86,9 @@ def test_an_asynchronous_collective_outlives_its_tensor(two_ranks: Processes) ->
 
 def addresses() -> set[str]:
     """Of all sockets of this process, both ends; those that listen to nobody in particular have 0.0.0.0."""
-    x = torch.ones(2, device="npu")
-    dist.all_reduce(x)
-    own = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
-    found = set()
-    for table, family in {"tcp": socket.AF_INET, "tcp6": socket.AF_INET6, "udp": socket.AF_INET}.items():
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if f"socket:[{fields[9]}]" in own:
-                for end in fields[1:3]:
-                    words = bytes.fromhex(end.partition(":")[0])
-                    packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))  # each in host order
-                    found.add(socket.inet_ntop(family, packed))
-    return found
+    dist.all_reduce(torch.ones(2, device="npu"))
+    sockets = psutil.Process().net_connections()
+    return {end.ip for each in sockets for end in (each.laddr, each.raddr) if end}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -18,10 +18,11 @@ import softnpu
 from kernels_ext_npu.inspection import inspecting, subject
 from kernels_ext_npu.inspection.mesh import Mesh
 from kernels_ext_npu.measuring import roofline
-from tests.distributed.processes import Processes
 from tests.support import memory
 from tests.support.launches import computing
 from tests.support.sizes import sizes
+
+pytestmark = pytest.mark.distributed
 
 BATCH, TOKENS = 2, 16
 
@@ -70,7 +71,8 @@ def count(model: nn.Module, ids: Tensor, phase: str) -> Happened:
             output.loss.backward()
     launches, sent = softnpu.counters(), softnpu.collectives()
     peak = memory.requested("peak") - before
-    gradients = sum(local(p.grad).nbytes for p in model.parameters() if p.grad is not None)
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in grads)
     model.zero_grad(set_to_none=True)
     if isinstance(model, FSDPModule):
         model.reset_iter_state()
@@ -109,28 +111,30 @@ def in_turn() -> Callable[..., tuple]:
     return hook
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What a rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 SIZES = sizes(64, 96, heads=4, keys=2, width=16, layers=4, words=100, num_experts_per_tok=2, tie_word_embeddings=False)
 EXPERTS = {"qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 32}, "gpt_oss": {"num_local_experts": 4}}
 
 
-def check(ranks: Processes, model_type: str, axes: dict[str, int], folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "axes"),
+    [
+        ("gpt_oss", {"fsdp": 2, "ep": 2}),
+        ("qwen3_moe", {"tp": 2, "fsdp": 2, "ep": 2}),
+        pytest.param("llama", {"fsdp": 2}, marks=pytest.mark.long),
+        pytest.param("qwen3_moe", {"tp": 2}, marks=pytest.mark.long),
+        pytest.param("qwen3_moe", {"tp": 2, "ep": 2}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_devices_do_what_was_counted(request, tmp_path: Path, model_type: str, axes: dict[str, int]) -> None:
     """Launches, host waits, collectives and peak memory, of a forward and a step, without kernels and with them."""
+    ranks = request.getfixturevalue("two_ranks" if Mesh(**axes).ranks == 2 else "four_ranks")
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SIZES | EXPERTS.get(model_type, {}))
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    inspection = inspecting.inspect(
-        subject.find(str(folder)),
-        roofline.SOCS["910b"],
-        batch=BATCH,
-        tokens=TOKENS,
-        mesh=Mesh(**axes),
-    )
-    on_ranks = ranks.run(run, folder, axes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    found, chip = subject.find(str(tmp_path)), roofline.SOCS["910b"]
+    inspection = inspecting.inspect(found, chip, batch=BATCH, tokens=TOKENS, mesh=Mesh(**axes))
+    on_ranks = ranks.run(run, tmp_path, axes)
     for variant in inspection.variants:
         for phase, counts in variant.counts.items():
             assert counts is not None, inspection.remarks
@@ -148,23 +152,3 @@ def check(ranks: Processes, model_type: str, axes: dict[str, int], folder: Path)
         assert other is not None
         assert (one.calls, one.messages) == (other.calls, other.messages)  # kernels change no collective
         assert other.waits <= one.waits
-
-
-@pytest.mark.distributed
-def test_two_devices_do_what_was_counted(two_ranks: Processes, tmp_path: Path) -> None:
-    check(two_ranks, "gpt_oss", {"fsdp": 2, "ep": 2}, tmp_path)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("model_type", "axes"),
-    [("llama", {"fsdp": 2}), ("qwen3_moe", {"tp": 2}), ("qwen3_moe", {"tp": 2, "ep": 2})],
-    ids=str,
-)
-def test_other_models_and_meshes_of_two(two_ranks: Processes, tmp_path: Path, model_type: str, axes: dict) -> None:
-    check(two_ranks, model_type, axes, tmp_path)
-
-
-@pytest.mark.distributed
-def test_a_mesh_of_four_with_all_axes(four_ranks: Processes, tmp_path: Path) -> None:
-    check(four_ranks, "qwen3_moe", {"tp": 2, "fsdp": 2, "ep": 2}, tmp_path)

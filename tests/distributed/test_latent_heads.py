@@ -1,7 +1,5 @@
 """Latent and sparse attention where ranks have heads of their own: transformers' tensor parallelism."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +8,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DistributedConfig
 
-import kernels_ext_npu
 from kernels_ext_npu.swaps.attention import latents
-from tests.distributed.parallel import whole
+from tests.distributed import engines
 from tests.support import zoo
 from tests.support.sparse_models import made
 
 pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5  # float32: sums over ranks are in another order
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-
-
-def prompts() -> dict[str, Tensor]:
-    ids = torch.randint(2, 90, (2, 9), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+PROMPTS = zoo.text(2, 9, torch.Generator().manual_seed(0))
 
 
 def run(folder: Path) -> dict[str, Any]:
@@ -37,23 +28,24 @@ def run(folder: Path) -> dict[str, Any]:
         heads.append(query.shape[1])
         return absorbed(self, query)
 
-    kernels_ext_npu.register()
-    with pytest.MonkeyPatch.context() as patch:
+    with engines.registered(True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(latents.Latents, "_absorbed", noted)
         patch.setattr(
             latents.Latents, "is_cheaper_of_chosen", lambda self, queries, count, _: count < self.nope.shape[2]
         )
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, use_kernels=True, distributed_config=DistributedConfig(tp_plan="auto")
-        )
-        inputs = {key: value.to(model.device) for key, value in prompts().items()}
+        config = DistributedConfig(tp_plan="auto")
+        model = AutoModelForCausalLM.from_pretrained(folder, use_kernels=True, distributed_config=config)
+        inputs = {key: value.to(model.device) for key, value in PROMPTS.items()}
         tokens = model.generate(**inputs, **OPTIONS).tolist()
         of_tokens, heads[:] = set(heads), []
         logits = model(**inputs, use_cache=False).logits[1]
         (logits * torch.arange(100, device=model.device).sin()).sum().backward()
-    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    kernels_ext_npu.unregister()
-    return {"tokens": tokens, "heads": (of_tokens, set(heads)), "logits": logits.detach().cpu(), "gradients": gradients}
+    return {
+        "tokens": tokens,
+        "heads": (of_tokens, set(heads)),
+        "logits": logits.detach().cpu(),
+        "gradients": engines.gradients(model),
+    }
 
 
 @pytest.mark.parametrize(
@@ -65,8 +57,8 @@ def test_ranks_attend_to_latents_with_their_heads(two_ranks, tmp_path, name: str
     model = zoo.build(name) if name in zoo.ARCHITECTURES else made(name, index_n_heads=16)[0]
     model.save_pretrained(tmp_path)
     model.set_attn_implementation("eager")
-    expected = model.generate(**prompts(), **OPTIONS).tolist()
-    logits = model(**prompts(), use_cache=False).logits[1]
+    expected = model.generate(**PROMPTS, **OPTIONS).tolist()
+    logits = model(**PROMPTS, use_cache=False).logits[1]
     (logits * torch.arange(100).sin()).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     size = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()

@@ -9,8 +9,7 @@ from tests.distributed.matrix import Row
 def test_two_devices_give_the_numbers_of_one_process(two_ranks, checkpoints, truths):
     """In one test, since starting processes takes longer than training in them."""
     for engine in ("DDP", "FSDP2", "TP"):
-        arguments = engine, "Qwen3", checkpoints["Qwen3"], truths["Qwen3"], True, "off"
-        ranks = two_ranks.run(comparing.compare, *arguments)
+        ranks = two_ranks.run(comparing.compare, engine, "Qwen3", checkpoints("Qwen3"), truths("Qwen3"))
         for rank in ranks:
             comparing.assert_right(rank, "Qwen3")
         largest = {kind: max(rank.largest[kind] for rank in ranks)[0] for kind in ("loss", "gradients", "weights")}

@@ -6,21 +6,19 @@ from typing import Any
 import pytest
 import torch
 
+import kernels_ext_npu
+from tests.distributed import engines
 from tests.support import pages, zoo
 
 
 def run_example(code: str, ids: torch.Tensor) -> tuple[str, torch.Tensor]:
-    import kernels_ext_npu
-
     names: dict[str, Any] = {}
-    try:
+    with engines.registered(False):
         exec(code, names)
         model = names["model"]
         with torch.no_grad():
             logits = model(ids.to(model.device)).logits
         return kernels_ext_npu.report(model).summary(), logits.float().cpu()
-    finally:
-        kernels_ext_npu.unregister()
 
 
 @pytest.mark.distributed

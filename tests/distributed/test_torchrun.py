@@ -69,30 +69,23 @@ dist.destroy_process_group()
 """
 
 
-def both_done(output: str) -> bool:
-    return "rank 0 is done" in output and "rank 1 is done" in output
-
-
-def test_a_script_that_imports_softnpu_first(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import softnpu" + BODY + AGAIN + BOUND + REDUCE)
-    run = launch(TORCHRUN, *TWO, "script.py", directory=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+@pytest.mark.parametrize(
+    ("script", "command"),
+    [
+        ("import softnpu" + BODY + AGAIN + BOUND + REDUCE, (TORCHRUN, *TWO)),
+        (BODY + REDUCE, (TORCHRUN, *TWO, "-m", "softnpu")),
+        ("import softnpu" + BODY + REDUCE, (sys.executable, "-m", "softnpu", TORCHRUN, *TWO)),
+    ],
+    ids=["a script that imports softnpu first", "one that knows nothing of it", "softnpu in front of torchrun"],
+)
+def test_ranks_of_torchrun_reduce(tmp_path: Path, script: str, command: tuple[str, ...]) -> None:
+    (tmp_path / "script.py").write_text(script)
+    environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if command[0] == TORCHRUN else {}
+    run = launch(*command, "script.py", directory=tmp_path, **environment)
     assert run.code == 0, run.output
-    assert both_done(run.output)
+    assert "rank 0 is done" in run.output
+    assert "rank 1 is done" in run.output
     assert not run.left
-
-
-def test_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(BODY + REDUCE)
-    run = launch(TORCHRUN, *TWO, "-m", "softnpu", "script.py", directory=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert run.code == 0, run.output
-    assert both_done(run.output)
-
-
-def test_softnpu_in_front_of_torchrun(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import softnpu" + BODY + REDUCE)
-    run = launch(sys.executable, "-m", "softnpu", TORCHRUN, *TWO, "script.py", directory=tmp_path)
-    assert run.code == 0, run.output
-    assert both_done(run.output)
 
 
 def test_torchrun_alone_fails_with_the_error_that_the_page_on_errors_explains(tmp_path: Path) -> None:

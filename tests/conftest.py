@@ -162,21 +162,3 @@ def localhub() -> Iterator[LocalHub]:
     """An empty Hub on loopback, for processes that are started with its `environment`."""
     with LocalHub() as hub:
         yield hub
-
-
-@pytest.fixture
-def client(localhub: LocalHub, monkeypatch):
-    """The real client in this process, with an empty kernel repository; in a fresh one HF_ENDPOINT says where."""
-    from huggingface_hub import constants
-
-    from tests.localhub.client import Client
-
-    monkeypatch.setattr(constants, "ENDPOINT", localhub.url)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", localhub.url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    client = Client(localhub.url)
-    client.create_repo()
-    return client

@@ -2,31 +2,14 @@
 
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from kernels_ext_npu.catalogue import (
-    CATALOGUE,
-    COMPRESSORS,
-    FORGET_GATES,
-    HEADS,
-    HYPER_CONNECTIONS,
-    IMPLEMENTATION,
-    INDEXERS,
-    KINDS,
-    LAYER_NORMS,
-    MLPS,
-    NORMS,
-    PATCHES,
-    RECURRENCES,
-    ROTARY,
-    TABLES,
-    Kind,
-)
-from tests.integration.distribution.test_bundle_hub import publish
-from tests.localhub import LocalHub
+from kernels_ext_npu import catalogue
+from kernels_ext_npu.cli import app
 from tests.support import zoo
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +23,11 @@ MODELS = {
 }
 # what they keep: CLIP's norms have a mean, and are one launch
 UNSUPPORTED = {"clip": ("norms",)}
+# no model has all kinds
+RARE = (
+    *(catalogue.LAYER_NORMS, catalogue.HYPER_CONNECTIONS, catalogue.PATCHES),
+    *(catalogue.RECURRENCES, catalogue.FORGET_GATES, catalogue.INDEXERS, catalogue.COMPRESSORS),
+)
 
 # whose commands run here; recipes.md has tests of its own
 PAGES = ["README.md", "docs/offline.md", "docs/software-device.md"]
@@ -51,30 +39,8 @@ ELSEWHERE = {
     ".venv/bin/python -m softnpu examples/": "tests/docs/test_example_scripts.py runs them",
     "python examples/": "tests/docs/test_recipes.py runs them",
     "source /usr/local/Ascend": "needs CANN",
-    "kernels-ext-npu benchmark": "tests/integration/benchmarking runs it",
-    "kernels-ext-npu doctor": "tests/integration/doctor runs it",
     "pip install": "makes the environment of the tests; tests/test_packaging.py installs the package",
 }
-
-
-@pytest.fixture
-def shell(run_python, run_forked, localhub: LocalHub, tmp_path: Path) -> Callable[[str], object]:
-    """Runs a line as on a machine with the package, where the Hub is one on loopback that has the kernels."""
-    environment = localhub.environment(tmp_path / "home") | {"HF_HUB_DISABLE_XET": "1"}
-    publish(localhub, "card", variants="*")
-    (tmp_path / "script.py").write_text("import torch; print(torch.ones(2, device='npu').sum().item())")
-
-    def run(line: str) -> object:
-        command, *arguments = shlex.split(line, comments=True)
-        if command == "export":
-            return environment.update(argument.split("=") for argument in arguments)
-        options = {"directory": tmp_path, **environment}
-        if command == "torchrun":
-            return run_python(None, "-m", "torch.distributed.run", *arguments, **options)
-        code = {"kernels-ext-npu": "from kernels_ext_npu.cli import app; app()", "python": None}[command]
-        return run_forked(code, *arguments, **options)
-
-    return run
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -82,10 +48,19 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_commands_run(page: str, shell) -> None:
+def test_the_commands_run(page: str, run_python, tmp_path: Path) -> None:
+    """Of kernels-ext-npu, whose commands have tests of their own, there are such ones with such options."""
+    (tmp_path / "script.py").write_text("import torch; print(torch.ones(2, device='npu').sum().item())")
+    environment: dict[str, str] = {}
     for line in "".join(blocks(page, "sh")).splitlines():
-        if not line.startswith(tuple(ELSEWHERE)):
-            shell(line)
+        command, *arguments = shlex.split(line, comments=True)
+        if command == "kernels-ext-npu":
+            assert CliRunner().invoke(app, [*arguments, "--help"]).exit_code == 0, line
+        elif command == "export":
+            environment.update(argument.split("=") for argument in arguments)
+        elif not line.startswith(tuple(ELSEWHERE)):
+            launcher = {"python": (), "torchrun": ("-m", "torch.distributed.run")}[command]
+            run_python(None, *launcher, *arguments, directory=tmp_path, **environment)
 
 
 @pytest.mark.parametrize("page", CHINESE)
@@ -106,12 +81,6 @@ def test_both_languages_say_the_same(page: str) -> None:
     assert numbers[0] == numbers[1]
 
 
-def test_the_example_with_a_model_runs(run_forked, tmp_path: Path) -> None:
-    """On the software device, with a small model and the kernels of this clone: no network is at hand."""
-    code, _ = example("README.md", tmp_path)
-    assert_all_swapped(run_forked(f"import softnpu\n{code}").stdout, NORMS, MLPS, ROTARY, TABLES)
-
-
 def test_the_example_with_a_function_gives_the_norm(run_forked) -> None:
     """In bfloat16, whose step is 2^-8."""
     (code,) = [code for code in blocks("README.md", "python") if "kernels_ext_npu.load" in code]
@@ -119,19 +88,19 @@ def test_the_example_with_a_function_gives_the_norm(run_forked) -> None:
     assert float(run_forked(f"import softnpu\n{code}{check}").stdout) < 2**-8
 
 
-def test_the_examples_of_the_cards_run(run_forked, tmp_path: Path) -> None:
-    examples = [example(card, tmp_path) for card in CARDS]
+def test_the_examples_with_models_run(run_forked, tmp_path: Path) -> None:
+    """On the software device, with small models and the kernels of this clone: no network is at hand."""
+    examples = [example(page, tmp_path) for page in ("README.md", *CARDS)]
     results = [run_forked(f"import softnpu\n{code}") for code, _ in examples]
-    kinds = {repository.name: repository.kinds for repository in CATALOGUE}
-    for card, result, (code, model) in zip(CARDS, results, examples, strict=True):
+    kinds = {repository.name: repository.kinds for repository in catalogue.CATALOGUE}
+    kinds[""] = (catalogue.NORMS, catalogue.MLPS, catalogue.ROTARY, catalogue.TABLES)
+    for page, result, (code, model) in zip(("README.md", *CARDS), results, examples, strict=True):
         if "report(" not in code:  # attention by its name, without this package
-            assert code.rstrip().endswith(f"print(model.config._attn_implementation)  # {IMPLEMENTATION}")
-            assert result.stdout.split()[-1] == IMPLEMENTATION
+            assert code.rstrip().endswith(f"print(model.config._attn_implementation)  # {catalogue.IMPLEMENTATION}")
+            assert result.stdout.split()[-1] == catalogue.IMPLEMENTATION
             continue
-        # no model has all kinds
-        rare = (LAYER_NORMS, HYPER_CONNECTIONS, PATCHES, RECURRENCES, FORGET_GATES, INDEXERS, COMPRESSORS)
-        shown = [kind for kind in kinds[Path(card).parent.name] if kind not in rare]
-        assert_all_swapped(result.stdout, *(shown or [HEADS]), besides=UNSUPPORTED.get(model, ()))
+        shown = [kind for kind in kinds[Path(page).parent.name] if kind not in RARE]
+        assert_all_swapped(result.stdout, *(shown or [catalogue.HEADS]), besides=UNSUPPORTED.get(model, ()))
 
 
 def example(page: str, folder: Path) -> tuple[str, str]:
@@ -148,8 +117,8 @@ def example(page: str, folder: Path) -> tuple[str, str]:
     return code, model
 
 
-def assert_all_swapped(output: str, *kinds: Kind, besides: Sequence[str] = ()) -> None:
-    names = "|".join(kind.in_models for kind in (*KINDS, HEADS))
+def assert_all_swapped(output: str, *kinds: catalogue.Kind, besides: Sequence[str] = ()) -> None:
+    names = "|".join(kind.in_models for kind in (*catalogue.KINDS, catalogue.HEADS))
     counts = re.findall(rf"(\d+) of (\d+) ({names})", " ".join(output.split()))
     assert {kind for _, _, kind in counts} >= {kind.in_models for kind in kinds}
     assert all(swapped == found != "0" for swapped, found, kind in counts if kind not in besides)

@@ -7,7 +7,6 @@ the tests. Their results are compared with their own without kernels.
 import json
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +29,16 @@ pathlib.Path("counters.json").write_text(json.dumps(softnpu.counters()))
 """
 
 
-@dataclass(frozen=True)
-class Framework:
-    """A release of a project, and what it imports that the tests do not have."""
-
-    name: str
-    version: str
-    packages: str
-
-
-LLAMA_FACTORY = Framework(
-    "llamafactory",
-    "0.9.5",
+# a release of a project, and what it imports that the tests do not have
+LLAMA_FACTORY = (
+    "llamafactory==0.9.5",
     """antlr4-python3-runtime==4.9.3 av==18.1.0 docstring_parser==0.18.0 einops==0.8.2 fastapi==0.165.0 fire==0.7.1
     hf_transfer==0.1.9 modelscope==1.40.2 omegaconf==2.4.0 protobuf==7.36.2 sentencepiece==0.2.3 shtab==1.13.0
     sse-starlette==3.7.0 starlette==1.10.0 termcolor==3.3.0 tiktoken==0.14.0 torchaudio==2.11.0 torchdata==0.11.0
     trl==0.24.0 tyro==0.8.14 uvicorn==0.54.0""",
 )
-SWIFT = Framework(
-    "ms-swift",
-    "4.6.0",
+SWIFT = (
+    "ms-swift==4.6.0",
     """addict==2.4.0 aiohappyeyeballs==2.7.1 aiohttp==3.14.5 aiosignal==1.4.0 attrdict==2.0.1 attrs==26.1.0
     binpacking==2.0.1 cpm-kernels==1.0.11 dacite==1.9.2 einops==0.8.2 fastapi==0.165.0 frozenlist==1.8.0
     json_repair==0.64.5 modelscope==1.40.2 modelscope-hub==0.5.1 multidict==7.2.1 nltk==3.10.4 openai==3.54.0
@@ -57,9 +46,8 @@ SWIFT = Framework(
     tensorboard==2.21.0 tiktoken==0.14.0 transformers-stream-generator==0.0.5 trl==0.29.1 uvicorn==0.54.0
     yarl==1.25.1 zstandard==0.25.0""",
 )
-VERL = Framework(
-    "verl",
-    "0.9.1",
+VERL = (
+    "verl==0.9.1",
     """antlr4-python3-runtime==4.9.3 attrs==26.1.0 cloudpickle==3.1.2 codetiming==1.4.0 hydra-core==1.3.8
     importlib_metadata==10.2.0 jsonschema==4.26.0 jsonschema-specifications==2025.9.1 msgpack==1.2.4 omegaconf==2.4.0
     orjson==3.13.0 protobuf==7.36.2 pylatexenc==2.11 pyvers==0.2.3 ray==2.60.0 referencing==0.37.0 rpds-py==2026.9.1
@@ -69,12 +57,12 @@ VERL = Framework(
 
 # ---- environments ---------------------------------------------------------------------------------------------------
 @pytest.fixture
-def install(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[Framework], str]:
+def install(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callable[[str, str], str]:
     """The interpreter of an environment with a framework."""
 
-    def interpreter(of: Framework) -> str:
-        packages = f"{of.name}=={of.version}", *of.packages.split()
-        return environments.interpreter(tmp_path_factory, worker_id, of.name, *packages, deps=False)
+    def interpreter(framework: str, packages: str) -> str:
+        name, all_of = framework.partition("==")[0], (framework, *packages.split())
+        return environments.interpreter(tmp_path_factory, worker_id, name, *all_of, deps=False)
 
     return interpreter
 
@@ -102,7 +90,7 @@ def assert_trained_with_kernels(folder: Path, log: str, rest: str = REST_SWAPPED
 # ---- LLaMA-Factory --------------------------------------------------------------------------------------------------
 @pytest.fixture
 def llama_factory(install, run_python, folder: Path) -> Callable[..., str]:
-    python = install(LLAMA_FACTORY)
+    python = install(*LLAMA_FACTORY)
     (folder / "sft.yaml").write_text(PAGE.code("LLaMA-Factory", "yaml"))
 
     def run(script: str, output: str, *options: str, check: bool = True) -> str:
@@ -138,7 +126,7 @@ def test_llama_factorys_own_kernels_stay_and_are_named(llama_factory) -> None:
 # ---- ms-swift -------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def swift(install, run_python, folder: Path) -> Callable[..., str]:
-    python = install(SWIFT)
+    python = install(*SWIFT)
     (folder / "npu_kernels.py").write_text(PAGE.code("ms-swift") + "import atexit\n" + ATEXIT)
     (folder / "sft.py").write_text(ON_SEVERAL)
 
@@ -174,14 +162,18 @@ def command(heading: str) -> list[str]:
     return shlex.split(PAGE.code(heading, "sh").replace("\\\n", " "), comments=True)
 
 
+def without(arguments: list[str], option: str) -> list[str]:
+    place = arguments.index(option)
+    return arguments[:place] + arguments[place + 2 :]
+
+
 def test_ms_swift_trains_through_the_kernels_as_without(swift, folder: Path) -> None:
     """float32, AdamW: 1e-5."""
     swift_sft = command("ms-swift")
     assert swift_sft[:2] == ["swift", "sft"]
     arguments = swift_sft[2:]
     assert_trained_with_kernels(folder, swift(arguments, "with"))
-    place = arguments.index("--external_plugins")
-    assert "kernels-ext-npu" not in swift(arguments[:place] + arguments[place + 2 :], "without")
+    assert "kernels-ext-npu" not in swift(without(arguments, "--external_plugins"), "without")
     assert len(losses(folder / "with")) == 2
     assert losses(folder / "with") == pytest.approx(losses(folder / "without"), rel=1e-5)
 
@@ -190,16 +182,13 @@ def test_ms_swift_splits_sequences_between_devices(swift, folder: Path) -> None:
     """And has the losses of one device without kernels. float32, AdamW: 1e-5."""
     arguments = [*command("ms-swift")[2:], "--lora_dropout", "0"]
     assert_trained_with_kernels(folder, swift(arguments, "split", devices=2), ALL_BUT_ATTENTION)
-    place = arguments.index("--external_plugins")
-    swift(arguments[:place] + arguments[place + 2 :], "whole")
+    swift(without(arguments, "--external_plugins"), "whole")
     assert len(losses(folder / "split")) == 2
     assert losses(folder / "split") == pytest.approx(losses(folder / "whole"), rel=1e-5)
 
 
 def test_ms_swifts_own_kernels_stay_and_are_named(swift) -> None:
-    arguments = command("ms-swift")[2:]
-    place = arguments.index("--enable_npu_model_patch")
-    log = swift(arguments[:place] + arguments[place + 2 :], "both", check=False)
+    log = swift(without(command("ms-swift")[2:], "--enable_npu_model_patch"), "both", check=False)
     assert f"{NONE_SWAPPED}, {REST_SWAPPED}" in " ".join(log.split())
     assert "NpuRMSNorm" in log
     assert "swift.model.npu_patch" in log
@@ -243,7 +232,7 @@ print(json.dumps([loss.item(), norm.item()]))
 
 @pytest.fixture
 def verl(install, run_python, folder: Path) -> Callable[..., tuple[list[float], str]]:
-    python = install(VERL)
+    python = install(*VERL)
     (folder / "verl_kernels.py").write_text(PAGE.code("verl", before="the workers find it"))
     (folder / "engine.py").write_text(ENGINE + COUNTERS)
 

@@ -5,11 +5,9 @@ them is changed. What they compute, in bfloat16 as they are and, since that is c
 the same script without kernels on the CPU in float32.
 """
 
-import fcntl
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,7 @@ from tests.support import checkpoints, pages
 pytestmark = pytest.mark.software  # which counts what the recipes launch
 EXAMPLES = pages.DOCS.parent / "examples"
 ENGLISH, CHINESE = (pages.read(pages.DOCS / name) for name in ("recipes.md", "recipes.zh.md"))
-TRAINING = ["Trainer", "TRL", "LoRA"]
-RECIPES = ["Inference", *TRAINING]
-PLAIN = " without kernels"
+PRECISE, PLAIN = " in float32", " without kernels"
 # the sections of the page that have a script
 SCRIPTS = {
     "Inference": "inference.py",
@@ -67,10 +63,6 @@ for folder in sys.argv[1:]:
     runpy.run_path("recipe.py", run_name="__main__")
     kernels_ext_npu.unregister()
 """
-
-
-def script(name: str) -> str:
-    return (EXAMPLES / SCRIPTS[name]).read_text()
 
 
 def replaced(text: str, *pairs: tuple[str, str]) -> str:
@@ -115,91 +107,44 @@ def padded(script: str) -> str:
     )
 
 
-def linear_scripts() -> dict[str, str]:
-    """The recipe of Qwen3.5 as it is, in float32, and of all weights."""
-    packed = script("Qwen3.5")
-    return {
-        "Qwen3.5": packed,
-        "Qwen3.5 in float32": in_float32(packed),
-        "Qwen3.5, all weights": all_weights(packed),
-    }
-
-
-class Workshop:
-    """Where the recipes run."""
-
-    def __init__(self, root: Path, run_forked: Callable) -> None:
-        self.root, self.run_forked = root, run_forked
-
-    def folder(self, name: str, script: str) -> Path:
-        """A new folder with a script, the checkpoint and the data."""
-        if not (self.root / "Qwen").exists():
-            checkpoints.save(self.root / MODEL, "qwen3")
-            checkpoints.save(self.root / LINEAR_MODEL, "qwen3_5_text")
-        folder = self.root / name
-        folder.mkdir()
-        checkpoints.write_data(folder)
-        (folder / "Qwen").symlink_to(self.root / "Qwen")
-        (folder / "recipe.py").write_text(script + EVIDENCE)
-        return folder
-
-    def run(self, *folders: Path) -> list[dict[str, Any]]:
-        """What the scripts in these folders did, in one process."""
-        (self.root / "run.py").write_text(RUN)
-        arguments = [str(self.root / "run.py"), *map(str, folders)]
-        self.run_forked(None, "-m", "softnpu", *arguments, HF_DATASETS_CACHE=str(self.root / "datasets"))
-        return [json.loads((folder / "evidence.json").read_text()) for folder in folders]
-
-
-class Evidence(dict[str, dict[str, Any]]):
-    """What scripts did, by their names, and the folder in which each has a folder."""
-
-    root: Path
-
-
-@pytest.fixture
-def recipes(tmp_path_factory: pytest.TempPathFactory, worker_id: str, run_forked: Callable) -> Evidence:
-    """What all scripts do, in one process, which the first test that asks starts, whichever worker has it."""
-    base = tmp_path_factory.getbasetemp()
-    root = (base if worker_id == "master" else base.parent) / "recipes"
-    root.mkdir(exist_ok=True)
-    found = root / "found.json"
-    with (root / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not found.exists():
-            workshop, scripts = Workshop(root, run_forked), all_scripts()
-            did = workshop.run(*(workshop.folder(script, text) for script, text in scripts.items()))
-            found.write_text(json.dumps(dict(zip(scripts, did))))
-        evidence = Evidence(json.loads(found.read_text()))
-        evidence.root = root
-        return evidence
-
-
-@pytest.fixture
-def expected(recipes) -> dict[str, dict[str, Any]]:
-    """What the scripts do without kernels on the CPU."""
-    return {name.removesuffix(PLAIN): evidence for name, evidence in recipes.items() if name.endswith(PLAIN)}
-
-
 def all_scripts() -> dict[str, str]:
-    """Each as it is and in float32, there without kernels too, and the lines for frameworks."""
-    made = both_precisions({name: script(name) for name in RECIPES}) | linear_scripts()
-    precise = {name: text for name, text in made.items() if "bf16=True" not in text and "bfloat16" not in text}
+    """Each as it is, in float32 and there without kernels too; Qwen3.5 of all weights, and the lines for frameworks."""
+    scripts = {name: (EXAMPLES / file).read_text() for name, file in SCRIPTS.items()}
+    precise = {name: in_float32(text) for name, text in scripts.items()}
+    precise["Qwen3.5, all weights"] = all_weights(scripts["Qwen3.5"])
     plain = {name: (padded if "Qwen" in name else without_kernels)(text) for name, text in precise.items()}
-    theirs = "".join(line for line in made["LoRA in float32"].splitlines(True) if "kernels_ext_npu" not in line)
-    frameworks = {"frameworks": ENGLISH.code("ms-swift") + theirs}
-    return made | {f"{name}{PLAIN}": script for name, script in plain.items()} | frameworks
+    theirs = "".join(line for line in precise["LoRA"].splitlines(True) if "kernels_ext_npu" not in line)
+    precise["frameworks"] = ENGLISH.code("ms-swift") + theirs
+    scripts |= {f"{name}{PRECISE}": text for name, text in precise.items()}
+    return scripts | {f"{name}{PLAIN}": text for name, text in plain.items()}
 
 
-def both_precisions(scripts: dict[str, str]) -> dict[str, str]:
-    return scripts | {f"{name} in float32": in_float32(script) for name, script in scripts.items()}
+def made(root: Path, name: str, text: str = "") -> Path:
+    """A new folder with a script, the checkpoints and the data."""
+    if not (root / "Qwen").exists():
+        checkpoints.save(root / MODEL, "qwen3")
+        checkpoints.save(root / LINEAR_MODEL, "qwen3_5_text")
+    folder = root / name
+    folder.mkdir()
+    checkpoints.write_data(folder)
+    (folder / "Qwen").symlink_to(root / "Qwen")
+    (folder / "recipe.py").write_text(text)
+    return folder
 
 
-def assert_swapped(found: dict[str, Any]) -> None:
+def assert_swapped(found: dict[str, Any], name: str) -> None:
     assert found["device"] == "npu"
-    assert Counter(kind for kind, _, _ in found["report"]) == KINDS
     assert {(swapped, reason) for _, swapped, reason in found["report"]} == {(True, None)}
     assert found["counters"].keys() >= FUSED
+    kinds = Counter(kind for kind, _, _ in found["report"])
+    if "Qwen3.5" in name:
+        assert kinds["linear attention calls"] == 4
+        assert not {"linalg_solve_triangular", "triangular_solve"} & found["counters"].keys()
+    else:
+        assert kinds == KINDS
+    if "Inference" not in name:
+        assert {f"{operator}_backward" for operator in FUSED} <= found["counters"].keys()
+        assert len(found["losses"]) == 4
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
@@ -221,57 +166,31 @@ def saved(folder: Path) -> torch.Tensor:
         return model.eval()(input_ids=torch.arange(8, 24)[None]).logits
 
 
-# ---- each as it is --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", TRAINING)
-def test_a_recipe_trains_through_the_kernels_as_the_cpu_does_without(recipes, expected, name) -> None:
+def test_each_script_computes_through_the_kernels_what_the_cpu_does_without(tmp_path, run_forked, subtests) -> None:
     """In bfloat16 to 2^-8, its step: the last product of a loss is rounded to it. In float32 to 1e-5: AdamW divides by
-    a root of squares.
+    a root of squares. The lines for frameworks stand before the recipe of LoRA without its own, which somebody else
+    loads and adapts.
     """
-    found, precise = recipes[name], recipes[f"{name} in float32"]
-    for evidence in (found, precise):
-        assert_swapped(evidence)
-        assert {f"{operator}_backward" for operator in FUSED} <= evidence["counters"].keys()
-    assert len(found["losses"]) == 4
-    assert_same(found, expected[f"{name} in float32"], 2**-8)
-    assert_same(precise, expected[f"{name} in float32"], 1e-5)
-    assert (saved(recipes.root / f"{name} in float32") - torch.tensor(precise["logits"])).abs().max() <= 1e-5
-
-
-def test_the_inference_recipe_gives_the_tokens_of_the_cpu(recipes, expected) -> None:
-    found, precise = recipes["Inference"], recipes["Inference in float32"]
-    for evidence in (found, precise):
-        assert_swapped(evidence)
-    assert_same(found, expected["Inference in float32"], 2**-8)
-    assert_same(precise, expected["Inference in float32"], 1e-6)
-    assert precise["tokens"] == expected["Inference in float32"]["tokens"]
-
-
-@pytest.mark.parametrize(
-    ("name", "truth", "tolerance"),
-    [
-        ("Qwen3.5", "Qwen3.5 in float32", 2**-8),
-        ("Qwen3.5 in float32", "Qwen3.5 in float32", 1e-5),
-        ("Qwen3.5, all weights", "Qwen3.5, all weights", 1e-5),
-    ],
-)
-def test_qwen35_trains_on_packed_rows_as_the_cpu_does_on_padded_ones(recipes, expected, name, truth, tolerance) -> None:
-    found = recipes[name]
-    assert found["device"] == "npu"
-    assert {(swapped, reason) for _, swapped, reason in found["report"]} == {(True, None)}
-    assert Counter(kind for kind, _, _ in found["report"])["linear attention calls"] == 4
-    assert found["counters"].keys() >= FUSED
-    assert not {"linalg_solve_triangular", "triangular_solve"} & found["counters"].keys()
-    assert len(found["losses"]) == 4
-    assert_same(found, expected[truth], tolerance)
+    (tmp_path / "run.py").write_text(RUN)
+    folders = {name: made(tmp_path, name, text + EVIDENCE) for name, text in all_scripts().items()}
+    arguments = [str(tmp_path / "run.py"), *map(str, folders.values())]
+    run_forked(None, "-m", "softnpu", *arguments, HF_DATASETS_CACHE=str(tmp_path / "datasets"))
+    did = {name: json.loads((folder / "evidence.json").read_text()) for name, folder in folders.items()}
+    for name, found in did.items():
+        if name.endswith(PLAIN):
+            continue
+        with subtests.test(name):
+            assert_swapped(found, name)
+            script = name.removesuffix(PRECISE).replace("frameworks", "LoRA")
+            tolerance = 2**-8 if not name.endswith(PRECISE) else 1e-6 if script == "Inference" else 1e-5
+            assert_same(found, did[f"{script}{PLAIN}"], tolerance)
+            if name == f"Inference{PRECISE}":
+                assert found["tokens"] == did[f"Inference{PLAIN}"]["tokens"]
+            elif name.endswith(PRECISE) and script in ("Trainer", "TRL", "LoRA"):
+                assert (saved(folders[name]) - torch.tensor(found["logits"])).abs().max() <= 1e-5
 
 
 # ---- what the page says besides -------------------------------------------------------------------------------------
-def test_everywhere_takes_a_model_that_somebody_else_loads_and_adapts(recipes, expected) -> None:
-    """The two lines for frameworks, before the recipe of LoRA without its own."""
-    assert_swapped(recipes["frameworks"])
-    assert_same(recipes["frameworks"], expected["LoRA in float32"], 1e-5)
-
-
 PITFALLS = """
 import kernels_ext_npu, softnpu, torch
 from datasets import Dataset
@@ -333,7 +252,7 @@ for each in (trainer.model, trainer.ref_model):
 
 
 def test_the_pitfalls_are_as_the_page_says(tmp_path, run_forked) -> None:
-    folder = Workshop(tmp_path, run_forked).folder("pitfalls", "")
+    folder = made(tmp_path, "pitfalls")
     out = run_forked(PITFALLS, directory=folder).stdout.splitlines()
     lines = [line.removeprefix("found: ") for line in out if line.startswith("found: ")]
     scaler = "TypeError: Adam.step() got an unexpected keyword argument 'grad_scaler'"

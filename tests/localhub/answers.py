@@ -1,39 +1,24 @@
-"""Answer requests as huggingface.co does: of people and cards, of repositories and their files."""
+"""Answer requests as huggingface.co does: for organisations and cards, for repositories and their files."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
-from tests.localhub.store import Change, Commit, HubError, Repository, Store
-
-
-@dataclass
-class Settings:
-    """Set how the Hub behaves.
-
-    - trusted: the organisations whose overview says that they are trusted publishers of kernels
-    - token: the one that is required for writing; None accepts any, and none at all
-    - may_create: whether repositories can be created; otherwise 403
-    """
-
-    trusted: set[str] = field(default_factory=set)
-    token: str | None = None
-    may_create: bool = True
-    user: str = "tester"
+from tests.localhub.store import Change, Commit, File, HubError, Repository, Store
 
 
 @dataclass
 class Answer:
-    content: bytes
+    content: bytes = b""
     status: int = 200
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
@@ -45,38 +30,26 @@ class Request:
     """Hold what somebody asks for; `parts` are those of the path as it was sent, in which a slash may be quoted."""
 
     store: Store
-    settings: Settings
     url: str
     method: str
     headers: Mapping[str, str]
-    query: Mapping[str, list[str]]
+    query: Mapping[str, str]
     body: bytes
     parts: dict[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> str:
-        return unquote(self.parts[name])
+        return unquote(self.parts.get(name) or {"kind": "models", "revision": "main"}[name])
 
     def json(self) -> Any:
-        return json.loads(self.body or b"{}")
-
-    def is_true(self, name: str) -> bool:
-        return self.query.get(name, [""])[0] in ("1", "true", "True")
-
-    @property
-    def token(self) -> str | None:
-        return self.headers.get("authorization", "").removeprefix("Bearer ") or None
-
-    @property
-    def kind(self) -> str:
-        return self.parts.get("kind") or "models"
+        return json.loads(self.body)
 
     @property
     def repository(self) -> Repository:
-        return self.store.get(self.kind, self["repo_id"])
+        return self.store.repository(self["repo_id"], self["kind"])
 
     @property
     def commit(self) -> Commit:
-        return self.repository.commit(unquote(self.parts.get("revision") or "main"))
+        return self.repository.commit(self["revision"])
 
     def url_of(self, kind: str, repo_id: str) -> str:
         return f"{self.url}/{'' if kind == 'models' else f'{kind}/'}{repo_id}"
@@ -85,8 +58,6 @@ class Request:
 ROUTES: list[tuple[str, re.Pattern[str], Callable[[Request], Answer]]] = []
 ID = "(?P<repo_id>[^/]+/[^/]+)"
 REPOSITORY = f"/api/(?P<kind>kernels|models)/{ID}"
-# fetched by clients once a day on their own: counted, it would move the numbers of all other requests
-REGISTRY = "/api/agent-harnesses"
 
 
 def route(method: str, *paths: str) -> Callable[[Callable[[Request], Answer]], Callable[[Request], Answer]]:
@@ -100,43 +71,19 @@ def route(method: str, *paths: str) -> Callable[[Callable[[Request], Answer]], C
 def answer(request: Request, path: str) -> Answer:
     """Answer a request for a path as it was sent, or refuse it."""
     try:
-        check_token(request, path)
         for method, pattern, function in ROUTES:
             if method == request.method.replace("HEAD", "GET") and (match := pattern.fullmatch(path)):
                 request.parts = match.groupdict()
                 return function(request)
         raise HubError(404, "Not Found")
     except HubError as error:
-        return Answer.of({"error": error.message}, error.status, error.headers)
+        return Answer.of({"error": str(error)}, error.status, error.headers)
 
 
-def check_token(request: Request, path: str) -> None:
-    """Refuse a wrong token. Reading needs none."""
-    required = request.settings.token
-    if required is None or request.token == required:
-        return
-    if request.token is not None:
-        raise HubError(401, "Invalid credentials in Authorization header")
-    if request.method not in ("GET", "HEAD") and path != "/api/validate-yaml":
-        raise HubError(401, "Invalid username or password.")
-
-
-# ---- people and cards ------------------------------------------------------------------------------------------------
-@route("GET", "/api/whoami-v2")
-def whoami(request: Request) -> Answer:
-    if request.token is None:
-        raise HubError(401, "Invalid username or password.")
-    user = {"type": "user", "name": request.settings.user, "fullname": request.settings.user, "orgs": []}
-    return Answer.of(user | {"auth": {"type": "access_token", "accessToken": {"displayName": "test", "role": "write"}}})
-
-
+# ---- organisations and cards -----------------------------------------------------------------------------------------
 @route("GET", "/api/organizations/(?P<name>[^/]+)/overview")
 def organisation(request: Request) -> Answer:
-    """Describe an organisation, of those that own a repository or are trusted."""
-    name, trusted = request["name"], request["name"] in request.settings.trusted
-    if not trusted and all(repo_id.partition("/")[0] != name for _, repo_id in request.store.repositories):
-        raise HubError(404, "This organization does not exist")
-    return Answer.of({"name": name, "fullname": name, "avatarUrl": "", "trustedKernelPublisher": trusted})
+    return Answer.of({"name": request["name"], "trustedKernelPublisher": request["name"] in request.store.trusted})
 
 
 @route("POST", "/api/validate-yaml")
@@ -145,79 +92,70 @@ def validate_yaml(request: Request) -> Answer:
     return Answer.of({"errors": [], "warnings": []})
 
 
-@route("GET", f"{REGISTRY}.*")
-def registry(request: Request) -> Answer:
-    return Answer.of({"standardEnvVars": [], "harnesses": {}})
-
-
-# ---- repositories, their references and their histories --------------------------------------------------------------
+# ---- repositories and their references -------------------------------------------------------------------------------
 @route("POST", "/api/repos/create")
 def create(request: Request) -> Answer:
     asked = request.json()
-    kind = f"{asked.get('type') or 'model'}s"
-    repo_id = f"{asked.get('organization') or request.settings.user}/{asked['name']}"
-    if not request.settings.may_create:
-        raise HubError(403, f"You don't have the rights to create a {kind[:-1]} under this namespace")
-    described = {"url": request.url_of(kind, repo_id), "name": repo_id, "id": repo_id}
+    kind, repo_id = f"{asked.get('type') or 'model'}s", f"{asked['organization']}/{asked['name']}"
+    described = {"url": request.url_of(kind, repo_id)}
     try:
-        request.store.create(kind, repo_id)
+        request.store.create(repo_id, kind)
     except HubError as error:  # clients read where it is
-        return Answer.of(described | {"error": error.message}, error.status, error.headers)
+        return Answer.of(described | {"error": str(error)}, error.status, error.headers)
     return Answer.of(described)
 
 
 @route("GET", REPOSITORY, f"{REPOSITORY}/revision/(?P<revision>[^/]+)")
 def info(request: Request) -> Answer:
     """Describe a repository. A model lists its files, as older clients need; kernels' would stumble over it."""
-    commit, repo_id = request.commit, request["repo_id"]
-    described = {"id": repo_id, "author": repo_id.partition("/")[0], "sha": commit.id, "lastModified": commit.date}
-    described |= dict.fromkeys(("private", "gated", "disabled"), False) | dict.fromkeys(("downloads", "likes"), 0)
-    if request.kind == "models":
-        described |= {"modelId": repo_id, "tags": [], "siblings": [{"rfilename": name} for name in commit.files]}
+    commit = request.commit
+    described: dict[str, Any] = {"id": request["repo_id"], "sha": commit.id}
+    if request["kind"] == "models":
+        described["siblings"] = [{"rfilename": name} for name in commit.files]
     return Answer.of(described)
 
 
 @route("GET", f"{REPOSITORY}/refs")
 def references(request: Request) -> Answer:
-    refs = request.repository.refs()
-    branches = [(name, f"refs/heads/{name}", commit) for name, commit in sorted(refs["branches"].items())]
-    pulls = [(f"refs/pr/{number}", f"refs/pr/{number}", commit) for number, commit in sorted(refs["pulls"].items())]
-    found = {"branches": branches, "tags": [], "converts": []}
+    repository = request.repository
+    heads = {f"refs/heads/{name}": (name, commit) for name, commit in sorted(repository.branches.items())}
+    pulls = {ref: (ref, commit) for ref, commit in sorted(repository.pulls.items())}
+    found: dict[str, Any] = {"branches": heads, "tags": {}, "converts": {}}
     found |= {"pullRequests": pulls} if "include_prs" in request.query else {}
-    names = "name", "ref", "targetCommit"
-    return Answer.of({group: [dict(zip(names, each)) for each in listed] for group, listed in found.items()})
+    return Answer.of(
+        {
+            group: [{"name": name, "ref": ref, "targetCommit": commit} for ref, (name, commit) in refs.items()]
+            for group, refs in found.items()
+        }
+    )
 
 
 @route("POST", f"{REPOSITORY}/branch/(?P<branch>[^/]+)")
 def create_branch(request: Request) -> Answer:
-    request.repository.create_branch(request["branch"], request.json().get("startingPoint") or "main")
+    request.repository.create_branch(request["branch"], request.json().get("startingPoint", "main"))
     return Answer.of({})
 
 
 @route("DELETE", f"{REPOSITORY}/branch/(?P<branch>[^/]+)")
 def delete_branch(request: Request) -> Answer:
-    request.repository.delete_branch(request["branch"])
+    if request.repository.branches.pop(request["branch"], None) is None:
+        raise HubError(404, f"Invalid rev id: {request['branch']}", "RevisionNotFound")
     return Answer.of({})
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 @route("GET", f"{REPOSITORY}/tree/(?P<revision>[^/]+)/?(?P<path>.*)")
 def tree(request: Request) -> Answer:
-    """List the files and folders of a commit, or those in a folder, and with `recursive` those below."""
-    commit, folder = request.commit, request["path"].rstrip("/")
-    found: dict[str, dict[str, Any]] = {}
+    """List the files and folders in a folder of a commit, and with `recursive` those below."""
+    commit, top = request.commit, PurePosixPath(unquote(request.parts["path"]))
+    folders = {parent for path in commit.files for parent in PurePosixPath(path).parents}
+    if top not in folders:
+        raise entry_not_found(str(top), commit)
+    found = [{"type": "directory", "oid": "0" * 40, "path": str(folder)} for folder in folders]
     for path, file in commit.files.items():
-        found[path] = {"type": "file", "oid": file.git_id, "size": file.size, "path": path}
-        parts = path.split("/")[:-1]
-        for parent in ("/".join(parts[: depth + 1]) for depth in range(len(parts))):
-            before = found.get(parent, {"oid": ""})["oid"]  # of a folder, from all that is in it
-            oid = hashlib.sha1(f"{before} {path} {file.git_id}".encode()).hexdigest()
-            found[parent] = {"type": "directory", "oid": oid, "size": 0, "path": parent}
-    if folder and found.get(folder, {}).get("type") != "directory":
-        raise entry_not_found(folder, commit)
-    inside = [entry for path, entry in sorted(found.items()) if not folder or path.startswith(f"{folder}/")]
-    depth = folder.count("/") + 1 if folder else 0
-    return Answer.of([e for e in inside if request.is_true("recursive") or e["path"].count("/") == depth])
+        found.append({"type": "file", "oid": file.id, "size": len(file.content), "path": path})
+    depth = None if request.query.get("recursive") == "true" else 1
+    return Answer.of([entry for entry in found if top in list(PurePosixPath(entry["path"]).parents)[:depth]])
 
 
 def entry_not_found(path: str, commit: Commit) -> HubError:
@@ -227,7 +165,7 @@ def entry_not_found(path: str, commit: Commit) -> HubError:
 @route("POST", f"{REPOSITORY}/preupload/(?P<revision>[^/]+)")
 def preupload(request: Request) -> Answer:
     """Say of each file that it is uploaded with the commit, as kernels of Python alone are, and what is there."""
-    oids = {path: file.git_id for path, file in request.commit.files.items()}
+    oids = {path: file.id for path, file in request.commit.files.items()}
     paths = [asked["path"] for asked in request.json()["files"]]
     said = {"uploadMode": "regular", "shouldIgnore": False}
     return Answer.of({"files": [{"path": path, "oid": oids.get(path)} | said for path in paths]})
@@ -236,28 +174,22 @@ def preupload(request: Request) -> Answer:
 @route("POST", f"{REPOSITORY}/commit/(?P<revision>[^/]+)")
 def make_commit(request: Request) -> Answer:
     """Commit what the lines of the body say: a header and one operation each."""
-    lines = [json.loads(line) for line in request.body.splitlines() if line.strip()]
-    header = next(line["value"] for line in lines if line["key"] == "header")
-    changes = [change(request.store, line["key"], line["value"]) for line in lines if line["key"] != "header"]
-    arguments = request["revision"], changes, header.get("parentCommit")
-    url, described = request.url_of(request.kind, request["repo_id"]), {}
-    if request.is_true("create_pr"):
-        made, number = request.repository.propose(*arguments)
+    header, *operations = map(json.loads, request.body.splitlines())
+    changes = [change(**operation) for operation in operations]
+    branch, parent = request["revision"], header["value"].get("parentCommit")
+    url, described = request.url_of(request["kind"], request["repo_id"]), {}
+    if "create_pr" in request.query:
+        made, number = request.repository.propose(parent or branch, changes)
         described["pullRequestUrl"] = f"{url}/discussions/{number}"
     else:
-        made = request.repository.add(*arguments)
-    described |= {"success": True, "commitOid": made.id, "commitUrl": f"{url}/commit/{made.id}", "hookOutput": ""}
-    return Answer.of(described)
+        made = request.repository.add(branch, changes, parent)
+    return Answer.of(described | {"commitOid": made.id, "commitUrl": f"{url}/commit/{made.id}"})
 
 
-def change(store: Store, key: str, value: dict[str, Any]) -> Change:
-    if key == "file":
-        encoded = value.get("encoding") == "base64"
-        content = base64.b64decode(value["content"]) if encoded else value["content"].encode()
-        return value["path"], store.add_file(content)
-    if key == "deletedFile":
-        return value["path"], None
-    raise HubError(400, f"Unknown operation: {key}")
+def change(key: str, value: dict[str, Any]) -> Change:
+    if key not in ("file", "deletedFile"):
+        raise HubError(400, f"Unknown operation: {key}")
+    return value["path"], File(base64.b64decode(value["content"])) if key == "file" else None
 
 
 @route("GET", f"/(?:(?P<kind>kernels)/)?{ID}/resolve/(?P<revision>[^/]+)/(?P<path>.+)")
@@ -267,8 +199,8 @@ def resolve(request: Request) -> Answer:
     file = commit.files.get(path)
     if file is None:
         raise entry_not_found(path, commit)
-    headers = {"ETag": f'"{file.git_id}"', "X-Repo-Commit": commit.id, "Content-Type": "application/octet-stream"}
-    content, status = request.store.contents[file.sha256], 200
+    headers = {"ETag": f'"{file.id}"', "X-Repo-Commit": commit.id, "Content-Type": "application/octet-stream"}
+    content, status = file.content, 200
     if "range" in request.headers:  # of a download that goes on
         start = int(request.headers["range"].removeprefix("bytes=").rstrip("-"))
         headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"

@@ -8,11 +8,12 @@ from typing import Any, Literal, get_args
 Kind = Literal["refuse", "delay", "cut", "lose", "truncate", "status"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Fault:
     """Plan a failure for the requests `at`, `at` + 1, ... `at` + `times` - 1 of those that match `method` and `path`.
 
-    Requests count from when the fault is added. `path` is a pattern of fnmatch over the decoded path. Kinds:
+    Requests count from when the fault is added: `seen` have come. `path` is a pattern of fnmatch over the decoded path.
+    Kinds:
 
     - refuse: reset the connection and do nothing.
     - delay: do as asked, `seconds` late.
@@ -31,13 +32,16 @@ class Fault:
     size: int = 0
     status: int = 503
     applied: bool = False
+    seen: int = 0
 
     def __post_init__(self) -> None:
         assert self.kind in get_args(Kind)
-        assert self.at > 0
 
-    def matches(self, method: str, path: str) -> bool:
-        return self.method in ("*", method) and fnmatch.fnmatchcase(path, self.path)
+    def is_due(self, method: str, path: str) -> bool:
+        """Count a request, if it matches, and tell whether it fails."""
+        matches = self.method in ("*", method) and fnmatch.fnmatchcase(path, self.path)
+        self.seen += matches
+        return matches and self.at <= self.seen < self.at + self.times
 
 
 @dataclass
@@ -52,31 +56,23 @@ class LoggedRequest:
 
 
 class Faults:
-    """Keep the faults that are planned and the requests that were seen; any thread may call every method."""
+    """Keep the faults that are planned and the requests that were seen."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.planned: list[tuple[Fault, list[int]]] = []
+        self._lock = threading.Lock()
+        self._planned: list[Fault] = []
         self.requests: list[LoggedRequest] = []
 
     def add(self, kind: Kind, **fields: Any) -> None:
-        with self.lock:
-            self.planned.append((Fault(kind, **fields), [0]))
+        self._planned.append(Fault(kind, **fields))
 
     def clear(self) -> None:
-        with self.lock:
-            self.planned.clear()
+        self._planned.clear()
 
     def take(self, method: str, path: str, authorized: bool) -> tuple[LoggedRequest, Fault | None]:
         """Log a request, count it, and return the first fault that is due."""
-        with self.lock:
-            request = LoggedRequest(method, path, authorized)
+        with self._lock:
+            due = [fault for fault in self._planned if fault.is_due(method, path)]
+            request = LoggedRequest(method, path, authorized, fault=due[0].kind if due else None)
             self.requests.append(request)
-            due = None
-            for fault, count in self.planned:
-                if fault.matches(method, path):
-                    count[0] += 1
-                    if due is None and fault.at <= count[0] < fault.at + fault.times:
-                        due = fault
-            request.fault = due.kind if due is not None else None
-            return request, due
+        return request, due[0] if due else None

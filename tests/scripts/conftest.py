@@ -1,5 +1,6 @@
 """What the tests of scripts share: the repositories with all variants, a small one, and publishers in this process."""
 
+import shutil
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for repository in repositories(build.ROOT):
         complete(repository, root / repository.name / "build")
     return root
+
+
+@pytest.fixture
+def norm(tmp_path: Path) -> Path:
+    """A copy of one repository, in a folder that is like a clone."""
+    shutil.copy(build.ROOT / "variants.toml", tmp_path)
+    ignored = shutil.ignore_patterns("__pycache__")
+    return shutil.copytree(build.ROOT / "RMSNorm", tmp_path / "RMSNorm", ignore=ignored)
 
 
 @pytest.fixture

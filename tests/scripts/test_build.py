@@ -1,7 +1,9 @@
 """The kernel repositories: fresh in the tree, and whole, loadable and true to the releases that they name."""
 
 import ast
+import functools
 import importlib.util
+import inspect
 import json
 import re
 import shutil
@@ -10,26 +12,21 @@ from pathlib import Path
 
 import build
 import pytest
+import torch
 from kernels import get_local_kernel
-from kernels._rust import Digest, DigestAlgorithm, Metadata
-from kernels.backends import CANN, CPU
 from kernels.layer.layer import _create_func_module, _validate_layer
-from kernels.variants import _resolve_variant_for_system, parse_variant
-from packaging.version import Version
 from torch import nn
 
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.catalogue import REPOSITORIES as KNOWN
-from kernels_ext_npu.distribution.variants import NOARCH, names, repositories
+from kernels_ext_npu.distribution.variant_choice import decide, describe
+from kernels_ext_npu.distribution.variants import names, repositories
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
-from publishing import trial
+from publishing import local, preflight, trial
 from strict import Strict, strict_variants
 
 REPOSITORIES = repositories(build.ROOT)
 NAMES = sorted(names(build.ROOT))
-# of one repository, all variants; of each other, whose variants hold the same files, one
-LOADED = [(repository, "torch-npu") for repository in KNOWN if repository != "Activation"]
-LOADED += [("Activation", name) for name in NAMES]
 TREE = {f"torch{minor}-cxx11-cann82-aarch64-linux" for minor in (26, 27, 28)} | {"torch-npu", "torch-universal"}
 SCHEMAS = Path(__file__).parent.parent / "data" / "torch_npu_schemas.txt"
 
@@ -49,58 +46,27 @@ def test_the_package_knows_all_repositories() -> None:
 @each_repository
 def test_the_committed_build_is_what_the_source_gives(repository: Path) -> None:
     assert build.differences(repository) == []
-
-
-@each_repository
-def test_the_tree_holds_those_for_all_machines_and_for_cann_8_2(repository: Path) -> None:
     assert {path.name for path in (repository / "build").iterdir()} == TREE
 
 
-@pytest.fixture
-def clone(tmp_path: Path) -> Path:
-    """A copy of the project's kernel repositories, for tests that write."""
-    for repository in REPOSITORIES:
-        shutil.copytree(repository, tmp_path / repository.name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(build.ROOT / "variants.toml", tmp_path)
-    return tmp_path
-
-
-def test_building_twice_gives_identical_bytes(clone: Path) -> None:
-    repository = clone / "RMSNorm"
-    before = {path: path.read_bytes() for path in (repository / "build").rglob("*") if path.is_file()}
-    build.build(repository, clone)
-    assert before == {path: path.read_bytes() for path in (repository / "build").rglob("*") if path.is_file()}
-    assert not list(repository.glob(".build-*"))
-
-
-@pytest.mark.parametrize("edit", ["changed", "added", "removed", "source"])
-def test_every_kind_of_staleness_is_named(clone: Path, edit: str) -> None:
-    repository = clone / "RMSNorm"
-    layers = repository / "build" / "torch-npu" / "layers.py"
-    if edit == "changed":
-        layers.write_text(layers.read_text() + "\n")
-        expected = ["differs: torch-npu/layers.py"]
-    elif edit == "added":
-        (layers.parent / "extra.py").write_text("")
-        expected = ["not built from the source: torch-npu/extra.py"]
-    elif edit == "removed":
-        layers.unlink()
-        expected = ["missing: torch-npu/layers.py"]
-    else:
-        (repository / "torch-ext" / "rmsnorm" / "layers.py").write_text("")
-        expected = [f"differs: {name}/{file}" for name in TREE for file in ("layers.py", "metadata.json")]
-    assert sorted(build.differences(repository, clone)) == sorted(expected)
-    build.build(repository, clone)
-    assert build.differences(repository, clone) == []
-
-
-def test_a_variant_that_the_tree_does_not_hold_is_stale_and_goes(clone: Path) -> None:
-    stale = clone / "RMSNorm" / "build" / "torch29-cxx11-cann85-aarch64-linux"
-    shutil.copytree(stale.parent / "torch-npu", stale)
-    found = build.differences(clone / "RMSNorm", clone)
-    assert f"not built from the source: {stale.name}/layers.py" in found
-    build.build(clone / "RMSNorm", clone)
-    assert not stale.exists()
+def test_every_kind_of_staleness_is_named_and_goes(norm: Path) -> None:
+    source, variant = norm / "torch-ext" / "rmsnorm" / "layers.py", norm / "build" / "torch-npu"
+    before = (variant / "metadata.json").read_text()
+    stale = norm / "build" / "torch29-cxx11-cann85-aarch64-linux"  # which the tree does not hold
+    shutil.copytree(variant, stale)
+    stale_files = [path.relative_to(stale.parent) for path in stale.rglob("*") if path.is_file()]
+    expected = [f"not built from the source: {path}" for path in stale_files]
+    (variant / "extra.py").write_text("")
+    (variant / "gated.py").unlink()
+    (variant / "layer_norm.py").write_text("")
+    source.write_text(source.read_text() + "\n")
+    expected += ["not built from the source: torch-npu/extra.py", "missing: torch-npu/gated.py"]
+    expected += [f"differs: {name}/{file}" for name in TREE for file in ("layers.py", "metadata.json")]
+    assert build.differences(norm, norm.parent) == sorted([*expected, "differs: torch-npu/layer_norm.py"])
+    build.build(norm, norm.parent)
+    assert build.differences(norm, norm.parent) == []
+    assert json.loads((variant / "metadata.json").read_text())["id"] != json.loads(before)["id"]
+    assert not list(norm.glob(".build-*"))
 
 
 def test_the_command_line(run_python) -> None:
@@ -113,20 +79,10 @@ def test_the_command_line(run_python) -> None:
 
 # ---- loadable --------------------------------------------------------------------------------------------------------
 @each_repository
-def test_metadata_and_digests_hold(whole: Path, repository: Path) -> None:
-    """Of each variant; but for these two files, all hold what ``torch-npu`` holds."""
-    build_folder = whole / repository.name / "build"
-    assert sorted(variant.name for variant in build_folder.iterdir()) == NAMES
-    shared = Digest.hash_variant(DigestAlgorithm.SHA256, build_folder / "torch-npu").files
-    for variant in build_folder.iterdir():
-        metadata = Metadata.read_from_file(variant / "metadata.json")
-        written = json.loads((variant / "metadata.json").read_text())
-        assert written["version"] == 1
-        assert written["backend"] == {"type": "cann"}
-        assert written["python-depends"] == []
-        assert re.fullmatch(r"_[a-z0-9_]+", str(metadata.id))
-        assert written["digest"]["files"] == Digest.hash_variant(DigestAlgorithm.SHA256, variant).files == shared
-        assert parse_variant(variant.name).variant_str == variant.name
+def test_a_strict_variant_and_that_for_all_npus_may_be_published(repository: Path) -> None:
+    """With their metadata and digests, the card, and imports of torch, the standard library and their own modules."""
+    found = preflight.violations(local.find(repository.name, (NAMES[0], "torch-npu")), 1, load=False)
+    assert [line for line in found if ": bytecode" not in line] == []  # that is left beside what has run
 
 
 def test_ids_are_unique(whole: Path) -> None:
@@ -134,42 +90,29 @@ def test_ids_are_unique(whole: Path) -> None:
     assert len(set(ids)) == len(ids) == len(REPOSITORIES) * len(NAMES)
 
 
-def test_an_id_changes_with_the_content(clone: Path) -> None:
-    source = clone / "RMSNorm" / "torch-ext" / "rmsnorm" / "layers.py"
-    before = json.loads(build.render(clone / "RMSNorm", NOARCH)["torch-npu/metadata.json"])["id"]
-    source.write_text(source.read_text() + "\n")
-    assert json.loads(build.render(clone / "RMSNorm", NOARCH)["torch-npu/metadata.json"])["id"] != before
-
-
-@pytest.mark.parametrize(("repository", "name"), LOADED)
-def test_variants_load_and_compute(whole: Path, repository: str, name: str) -> None:
-    """By their own path, which leaves out the question whether they fit this machine."""
-    variant = whole / repository / "build" / name
-    function = trial.of(json.loads((variant / "metadata.json").read_text())["name"])
-    assert trial.failure(function, get_local_kernel(variant)) is None
+@pytest.mark.parametrize("name", NAMES)
+def test_variants_load_and_compute(whole: Path, name: str) -> None:
+    """Of one repository; by their own path, which leaves out the question whether they fit this machine."""
+    assert trial.failure(trial.of("rmsnorm"), get_local_kernel(whole / "RMSNorm" / "build" / name)) is None
 
 
 def test_the_universal_variants_need_no_torch_npu(run_python) -> None:
     """On a machine where it is not installed, and that knows no device called npu."""
-    names = [build.tomllib.loads((path / "build.toml").read_text())["general"]["name"] for path in REPOSITORIES]
-    codes = [
-        f"""
-kernel = get_local_kernel(pathlib.Path({str(repository)!r}))
-assert "torch_universal" in kernel.__name__
-assert failure(of({name!r}), kernel, "cpu") is None
-"""
-        for repository, name in zip(REPOSITORIES, names)
-    ]
-    first = f"""
+    code = """
 import pathlib, sys
 sys.modules["torch_npu"] = None
-sys.path.append({str(build.ROOT / "scripts")!r})
+sys.path.append(sys.argv[1])
 import torch
 from kernels import get_local_kernel
+from kernels_ext_npu.catalogue import CATALOGUE
 from kernels_ext_npu.selftest import functions
 from publishing.trial import failure, of
+for repository in CATALOGUE:
+    kernel = get_local_kernel(pathlib.Path(sys.argv[1]).parent / repository.name)
+    assert "torch_universal" in kernel.__name__
+    assert failure(of(repository.kernel), kernel, "cpu") is None
 """
-    run_python(first + "".join(codes), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    run_python(code, str(build.ROOT / "scripts"), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
 
 @each_repository
@@ -185,62 +128,63 @@ def test_the_shim_serves_loaders_that_look_for_the_repositorys_name(repository: 
 
 
 @each_repository
-def test_imports_are_of_the_variant_of_torch_or_of_the_standard_library(repository: Path) -> None:
-    """Where they are relative, the module lies in the variant, whenever it is imported."""
+def test_the_modules_that_are_imported_are_there(repository: Path) -> None:
+    """In the variant, whenever they are imported. What absolute imports name may be published."""
     variant = repository / "build" / "torch-npu"
     own = {path.stem for path in variant.glob("*.py")}
-    for path in variant.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                assert {alias.name.partition(".")[0] for alias in node.names} <= {"torch"} | sys.stdlib_module_names
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                assert node.module.partition(".")[0] in {"torch"} | sys.stdlib_module_names
-            elif isinstance(node, ast.ImportFrom):
-                assert node.level == 1
-                assert {node.module} <= own if node.module else {alias.name for alias in node.names} <= own
+    for node in (node for path in variant.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert {node.module} <= own if node.module else {alias.name for alias in node.names} <= own
 
 
 # ---- chosen ----------------------------------------------------------------------------------------------------------
-def chosen(torch: str, cann: str | None, cpu: str = "aarch64") -> list[str]:
+def chosen(*machine: str | None) -> list[str]:
     """What kernels' own resolver accepts on a described machine, best first."""
-    accepted, _ = _resolve_variant_for_system(
-        variants=[parse_variant(name) for name in NAMES],
-        selected_backend=CPU() if cann is None else CANN(version=Version(cann)),
-        cpu=cpu,
-        os="linux",
-        torch_version=Version(torch),
-        torch_cxx11_abi=True,
-        tvm_ffi_version=None,
-    )
-    return [variant.variant_str for variant in accepted]
+    decisions = decide([*NAMES, "unknown"], describe(*machine))
+    assert sorted(decision.variant for decision in decisions if decision.reason) == NAMES
+    return [decision.variant for decision in decisions if decision.rank]
 
 
 @pytest.mark.parametrize("strict", strict_variants(build.ROOT), ids=lambda strict: strict.name)
 def test_a_strict_variant_wins_where_it_fits(strict: Strict) -> None:
-    """On the machine that it is written for: torch and CANN as `kernels` reads their versions."""
-    torch, cann = strict.torch.rpartition(".")[0], f"{strict.cann[0]}.{strict.cann[2]}"
-    assert chosen(torch, cann) == [strict.name, "torch-npu", "torch-universal"]
+    """On the machine that it is written for."""
+    assert chosen(strict.torch, strict.cann, "aarch64") == [strict.name, "torch-npu", "torch-universal"]
 
 
 @pytest.mark.parametrize(
-    ("torch", "cann", "cpu"), [("2.13", "8.2", "aarch64"), ("2.9", "8.2", "aarch64"), ("2.8", "8.2", "x86_64")]
+    ("torch", "cann", "cpu", "variants"),
+    [
+        ("2.13", "8.2", "aarch64", ["torch-npu", "torch-universal"]),
+        ("2.9", "8.2", "aarch64", ["torch-npu", "torch-universal"]),
+        ("2.8.0+cpu", "8.2", "x86_64", ["torch-npu", "torch-universal"]),
+        ("2.13", None, "x86_64", ["torch-universal"]),
+    ],
 )
-def test_elsewhere_the_variant_for_all_npus_wins(torch: str, cann: str, cpu: str) -> None:
-    assert chosen(torch, cann, cpu) == ["torch-npu", "torch-universal"]
-
-
-def test_without_an_npu_only_the_universal_variant_is_left() -> None:
-    assert chosen("2.13", None, "x86_64") == ["torch-universal"]
+def test_elsewhere_those_for_all_machines_win(torch: str, cann: str | None, cpu: str, variants: list[str]) -> None:
+    assert chosen(torch, cann, cpu) == variants
 
 
 # ---- true to the releases --------------------------------------------------------------------------------------------
 def schemas() -> dict[str, dict[str, str]]:
-    """Release -> operator -> parameters."""
+    """Release -> operator -> schema."""
     found: dict[str, dict[str, str]] = {}
-    for releases, name, parameters in re.findall(r"^\[(.+?)\] (\w+)\((.*)\) -> ", SCHEMAS.read_text(), re.MULTILINE):
+    for releases, schema in re.findall(r"^\[(.+?)\] (\w+\(.* -> .*)", SCHEMAS.read_text(), re.MULTILINE):
         for release in releases.split():
-            found.setdefault(release, {})[name] = parameters
+            found.setdefault(release, {})[schema.partition("(")[0]] = schema
     return found
+
+
+@functools.cache
+def signature(schema: str) -> inspect.Signature:
+    parameters = [
+        inspect.Parameter(
+            argument.name,
+            inspect.Parameter.KEYWORD_ONLY if argument.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=None if argument.has_default_value() else inspect.Parameter.empty,
+        )
+        for argument in torch._C.parse_schema(schema).arguments
+    ]
+    return inspect.Signature(parameters)
 
 
 def operator_calls(package: Path) -> list[tuple[str, int, set[str]]]:
@@ -268,20 +212,6 @@ def detected_parameters(package: Path) -> set[tuple[str, str]]:
     return set(re.findall(r'has_parameter\("(\w+)", "(\w+)"\)', sources))
 
 
-def misfit(parameters: str, positional: int, keywords: set[str]) -> str | None:
-    """Why a call does not fit a schema."""
-    before, _, behind = parameters.partition("*, ") if "*, " in parameters else (parameters, "", "")
-    split = [[p for p in re.split(r", (?![^\[]*\])", part) if p] for part in (before, behind)]
-    names = [[p.split("=")[0].split()[-1] for p in part] for part in split]
-    if positional > len(names[0]):
-        return f"{positional} positional arguments, the schema takes {len(names[0])}"
-    given = set(names[0][:positional]) | keywords
-    if unknown := keywords - set(names[0][positional:]) - set(names[1]):
-        return f"no parameters {unknown}"
-    required = {n for part, ns in zip(split, names) for p, n in zip(part, ns) if "=" not in p}
-    return f"missing {required - given}" if required - given else None
-
-
 RELEASES = schemas()
 WITHOUT_OPERATORS = {"CrossEntropy"}  # of torch_npu: it computes by those of torch
 
@@ -298,19 +228,9 @@ def test_every_operator_call_is_valid_in_all_releases(repository: Path) -> None:
     for release, schemas in RELEASES.items():
         for operator, positional, keywords in calls:
             assert operator in schemas or operator in asked, f"torch_npu {release} has no {operator}"
-            given = {k for k in keywords if (operator, k) not in of}
-            assert operator not in schemas or misfit(schemas[operator], positional, given) is None
-
-
-def test_the_check_finds_calls_that_do_not_fit() -> None:
-    parameters = RELEASES["2.6.0"]["npu_rms_norm"]
-    assert misfit(parameters, 3, set()) is None
-    assert misfit(parameters, 2, {"epsilon"}) is None
-    assert "positional" in misfit(parameters, 4, set())
-    assert "no parameters" in misfit(parameters, 2, {"eps"})
-    assert "missing" in misfit(parameters, 1, set())
-    assert "npu_clipped_swiglu" not in RELEASES["2.6.0"]
-    assert "no parameters" in misfit(RELEASES["2.6.0"]["npu_rotary_mul"], 3, {"rotate"})
+            if operator in schemas:
+                given = {k: None for k in keywords if (operator, k) not in of}
+                signature(schemas[operator]).bind(*[None] * positional, **given)
 
 
 def replaced() -> dict[str, list[type[nn.Module]]]:

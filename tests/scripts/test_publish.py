@@ -13,30 +13,20 @@ NEW = "torch27-cxx11-cann82-aarch64-linux"
 
 
 def commits(hub: LocalHub, branch: str) -> int:
-    return len(hub.store.get("kernels", REPO).history(branch))
+    return hub.repository(REPO).commit(branch).number
 
 
-def branches(hub: LocalHub) -> set[str]:
-    return set(hub.store.get("kernels", REPO).refs()["branches"])
-
-
-def test_an_empty_hub_gets_the_build_and_the_card_in_one_commit_each(publisher, localhub, clone) -> None:
+def test_an_empty_hub_gets_the_build_and_the_card_in_one_commit_each_and_once(publisher, localhub, clone) -> None:
     report = publisher()
     assert (report.status, report.exit_code) == ("published", 0)
     assert held(localhub, "v1") == clone.built()
     assert held(localhub, "main")["README.md"] == (clone.repository / "README.md").read_bytes()
-    assert branches(localhub) == {"main", "v1"}
-    assert commits(localhub, "v1") == commits(localhub, "main") == 2  # the first is the Hub's own
-    assert report.branches["v1"]["commit"] == localhub.store.get("kernels", REPO).commit("v1").id
+    assert localhub.repository(REPO).branches.keys() == {"main", "v1"}
+    assert report.branches["v1"]["commit"] == localhub.repository(REPO).commit("v1").id
     assert report.branches["v1"]["checked"] == len(clone.built())
-
-
-def test_nothing_changed_makes_no_commit(publisher, localhub) -> None:
-    publisher()
-    before = localhub.store.get("kernels", REPO).refs()
     report = publisher()
     assert (report.status, report.exit_code) == ("nothing to do", 0)
-    assert localhub.store.get("kernels", REPO).refs() == before
+    assert commits(localhub, "v1") == commits(localhub, "main") == 2  # the first is the Hub's own
     assert not any(entry["committed"] for entry in report.branches.values())
 
 
@@ -79,15 +69,13 @@ def test_a_variant_goes_only_when_it_is_named(publisher, localhub, clone) -> Non
 def test_version_2_stands_beside_version_1_without_what_main_or_v1_hold(publisher, localhub, clone) -> None:
     publisher()
     first = held(localhub, "v1")
-    HfApi(endpoint=localhub.url).upload_file(
-        path_or_fileobj=b"stale", path_in_repo="build/torch-cpu/__init__.py", repo_id=REPO, repo_type="kernel"
-    )
+    localhub.publish(REPO, {"build/torch-cpu/__init__.py": b"stale"}, "main")
     clone.write("build.toml", clone.build_toml(2))
     clone.rebuild(STRICT)
     assert publisher().status == "published"
     assert held(localhub, "v1") == first
     assert held(localhub, "v2") == clone.built()
-    assert branches(localhub) == {"main", "v1", "v2"}
+    assert localhub.repository(REPO).branches.keys() == {"main", "v1", "v2"}
     assert "build/torch-cpu/__init__.py" in held(localhub, "main")
 
 
@@ -95,28 +83,23 @@ def test_a_dry_run_writes_nothing(publisher, localhub, clone) -> None:
     report = publisher(dry_run=True)
     assert (report.status, report.exit_code) == ("planned", 0)
     assert report.branches["v1"]["added"] == sorted(clone.built())
-    assert not localhub.store.repositories
+    assert not localhub.repositories
     publisher()
     clone.write("torch-ext/tiny/layers.py", "")
     clone.rebuild(STRICT)
-    localhub.faults.requests.clear()
+    localhub.requests.clear()
     publisher(dry_run=True)
-    assert {request.method for request in localhub.faults.requests} == {"GET"}
+    assert {request.method for request in localhub.requests} == {"GET"}
 
 
 def test_what_others_commit_in_between_is_kept(publisher, localhub, clone) -> None:
     """The head moves after the plan was made: the commit is refused, planned again, and made."""
     publisher("torch-npu")
-    api = HfApi(endpoint=localhub.url)
     commit = HfApi.create_commit
-    moved = []
 
     def later(self, *args, **kwargs):
-        if not moved and kwargs["revision"] == "v1":
-            moved.append(True)
-            api.upload_file(
-                path_or_fileobj=b"", path_in_repo="build/other/x", repo_id=REPO, repo_type="kernel", revision="v1"
-            )
+        if kwargs["revision"] == "v1" and commits(localhub, "v1") == 2:
+            localhub.publish(REPO, {"build/other/x": b""})
         return commit(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -136,33 +119,27 @@ def test_a_hub_that_changes_all_the_time_is_given_up_and_stays_as_it_is(publishe
     assert held(localhub, "v1") == before
 
 
-@pytest.mark.parametrize("empty", [True, False], ids=["empty hub", "beside others"])
-def test_eight_publishers_at_once_lose_nothing(publisher, localhub, clone, empty: bool) -> None:
+def test_eight_publishers_at_once_lose_nothing(publisher, localhub, clone) -> None:
     names = [f"torch{minor}-cxx11-cann8{cann}-aarch64-linux" for minor in (26, 27, 28, 29) for cann in (2, 5)]
     clone.rebuild(*names)
-    if not empty:
-        publisher("torch-npu")
     with ThreadPoolExecutor(8) as pool:
         reports = list(pool.map(lambda name: publisher(name, patience=Patience(seconds=0.02)), names))
     assert [report.reasons for report in reports] == [[]] * 8
     assert [report.exit_code for report in reports] == [0] * 8
-    chosen = names if empty else [*names, "torch-npu"]
-    assert held(localhub, "v1") == {p: c for p, c in clone.built().items() if p.split("/")[1] in chosen}
-    assert branches(localhub) == {"main", "v1"}
+    assert held(localhub, "v1") == {p: c for p, c in clone.built().items() if p.split("/")[1] in names}
+    assert localhub.repository(REPO).branches.keys() == {"main", "v1"}
 
 
 def test_pull_requests_leave_the_branches_alone_and_are_not_opened_twice(publisher, localhub, clone) -> None:
     publisher("torch-npu")
-    before = localhub.store.get("kernels", REPO).refs()
+    before = dict(localhub.repository(REPO).branches)
     clone.write("README.md", (clone.repository / "README.md").read_text() + "\nMore.\n")
     report = publisher(create_pr=True)
-    after = localhub.store.get("kernels", REPO).refs()
     assert report.status == "published"
-    assert after["branches"] == before["branches"]
-    assert set(after["pulls"]) == {"1", "2"}
     assert report.branches["v1"]["pull_request"].endswith("/discussions/1")
     again = publisher(create_pr=True)
-    assert localhub.store.get("kernels", REPO).refs() == after
+    assert localhub.repository(REPO).pulls.keys() == {"refs/pr/1", "refs/pr/2"}
+    assert localhub.repository(REPO).branches == before
     assert again.branches["v1"]["commit"] == report.branches["v1"]["commit"]
 
 
@@ -170,11 +147,11 @@ def test_a_pull_request_needs_the_branch(publisher, localhub) -> None:
     report = publisher(create_pr=True)
     assert (report.status, report.exit_code) == ("refused", 1)
     assert "no branch v1" in report.reasons[0]
-    assert not localhub.store.repositories
+    assert not localhub.repositories
 
 
 def test_without_access_it_says_how_to_get_it(publisher, localhub) -> None:
-    localhub.settings.may_create = False
+    localhub.faults.add("status", status=403, path="/api/repos/create")
     report = publisher()
     assert (report.status, report.exit_code) == ("failed", 2)
     assert "https://huggingface.co/settings/account" in report.reasons[0]

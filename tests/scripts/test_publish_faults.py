@@ -5,6 +5,7 @@ The points and outcomes are printed: `pytest -s`.
 
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.localhub import LocalHub
 from tests.support.tiny import REPO, held
 
 OTHER = "build/torch-cpu/__init__.py"
+OLD = {OTHER: b"of others", "build/torch-npu/old.py": b"old", "build/torch-npu/__init__.py": b"before"}
 ONCE = {  # how a request fails: as faults of the Hub, from that request on
     "cut before": [{"kind": "cut"}],
     "cut after": [{"kind": "lose"}],
@@ -32,83 +34,74 @@ FOREVER = {  # and nothing answers any more
 KINDS = ONCE | FOREVER
 
 
-class State:
-    """What a repository holds, and whether it is one of the two states that it may be in."""
+class State(NamedTuple):
+    """What a repository holds: its branches, the files of the version, and the card."""
 
-    def __init__(self, hub: LocalHub) -> None:
-        exists = ("kernels", REPO) in hub.store.repositories
-        self.version = held(hub, "v1") if exists else None
-        self.card = held(hub, "main").get("README.md") if exists else None
-        self.branches = set(hub.store.get("kernels", REPO).refs()["branches"]) if exists else set()
+    branches: set[str]
+    version: dict[str, bytes] | None
+    card: bytes | None
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, State) and (self.version, self.card) == (other.version, other.card)
 
-    __hash__ = None  # type: ignore[assignment]
+def state_of(hub: LocalHub) -> State:
+    if ("kernels", REPO) not in hub.repositories:
+        return State(set(), None, None)
+    repository = hub.repository(REPO)
+    return State(set(repository.branches), held(hub, "v1"), repository.files().get("README.md"))
 
 
 @pytest.fixture
-def scenario(request: pytest.FixtureRequest, publisher, clone, localhub):
-    """Makes the Hub as it is before a publish, and gives the publish and the two states."""
+def fail_each(publisher, clone, localhub, capsys) -> Callable[..., None]:
+    """Publishes to a Hub that holds some files of a version, once for each request, which fails."""
     clone.write("torch-ext/tiny/__init__.py", "")
     (clone.source / "layers.py").unlink()
     clone.rebuild()
-    update = request.param == "beside others"
 
-    def prepare() -> None:
-        if ("kernels", REPO) in localhub.store.repositories:
-            localhub.store.delete("kernels", REPO)
+    def prepare(old: dict[str, bytes]) -> None:
+        localhub.repositories.clear()
         localhub.faults.clear()
-        if update:
-            old = {OTHER: b"of others", "build/torch-npu/old.py": b"old", "build/torch-npu/__init__.py": b"before"}
+        if old:
             localhub.publish(REPO, old)
 
-    return prepare, lambda **fields: publisher("torch-npu", **fields)
+    def run(title: str, old: dict[str, bytes], kind_of: Callable[[int], str]) -> None:
+        prepare(old)
+        before, start = state_of(localhub), len(localhub.requests)
+        assert publisher("torch-npu").status == "published"
+        after, requests = state_of(localhub), len(localhub.requests) - start
+        assert after.branches == {"main", "v1"}
+        outcomes: Counter[str] = Counter()
+        for at in range(1, requests + 1):
+            prepare(old)
+            kind = kind_of(at)
+            point = f"request {at} of {requests}, {kind}"
+            for offset, fault in enumerate(KINDS[kind]):
+                localhub.faults.add(**{"at": at + offset} | fault)
+            report = publisher("torch-npu", patience=Patience(failures=1 if kind in FOREVER else 4, seconds=0))
+            localhub.faults.clear()
+            state = state_of(localhub)
+            assert state.version in (before.version, after.version), f"{point}: half a branch"
+            assert state.card in (before.card, after.card), point
+            assert not old or state.version[OTHER] == old[OTHER], point
+            new = [state.version == after.version, state.card == after.card]
+            assert report.exit_code == 2 or (report.exit_code, new) == (0, [True, True]), f"{point}: {report.reasons}"
+            outcomes[f"{report.status}, build and card new: {new}"] += 1
+            if report.exit_code or state != after:
+                report = publisher("torch-npu")
+                assert report.exit_code == 0, f"{point}: the next run ends with {report.reasons}"
+                assert state_of(localhub) == after, f"{point}: not as it is without a fault"
+        with capsys.disabled():
+            print(f"\n{title}: {requests} points, {dict(outcomes)}")
+
+    return run
 
 
-SCENARIOS = pytest.mark.parametrize("scenario", ["empty hub", "beside others"], indirect=True)
-
-
-@pytest.mark.parametrize("scenario", ["beside others"], indirect=True)
-def test_every_request_may_fail(scenario, localhub, capsys) -> None:
+def test_every_request_may_fail(fail_each) -> None:
     """The ways to fail take turns."""
     kinds = list(KINDS)
-    fail_each(scenario, localhub, capsys, "in turn", lambda at: kinds[at % len(kinds)])
+    fail_each("in turn", OLD, lambda at: kinds[at % len(kinds)])
 
 
 @pytest.mark.long
-@SCENARIOS
+@pytest.mark.parametrize("old", [{}, OLD], ids=["empty hub", "beside others"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_request_may_fail_in_every_way(scenario, localhub, capsys, kind: str) -> None:
-    fail_each(scenario, localhub, capsys, kind, lambda at: kind)
-
-
-def fail_each(scenario, localhub, capsys, title: str, kind_of: Callable[[int], str]) -> None:
-    prepare, publish = scenario
-    prepare()
-    before, start = State(localhub), len(localhub.faults.requests)
-    assert publish().status == "published"
-    after, requests = State(localhub), len(localhub.faults.requests) - start
-    outcomes: Counter[str] = Counter()
-    for at in range(1, requests + 1):
-        prepare()
-        kind = kind_of(at)
-        point = f"request {at} of {requests}, {kind}"
-        for offset, fault in enumerate(KINDS[kind]):
-            localhub.faults.add(**{"at": at + offset} | fault)
-        report = publish(patience=Patience(failures=1 if kind in FOREVER else 4, seconds=0))
-        localhub.faults.clear()
-        state = State(localhub)
-        assert state.version in (before.version, after.version), f"{point}: half a branch"
-        assert state.card in (before.card, after.card), point
-        assert before.version is None or state.version[OTHER] == b"of others", point
-        assert (report.exit_code, state == after) in ((0, True), (2, True), (2, False)), f"{point}: {report.reasons}"
-        held_state = "new" if state == after else "old" if state == before else "build new, card old"
-        outcomes[f"{report.status}, {held_state}"] += 1
-        if report.exit_code or state.branches != {"main", "v1"}:
-            report = publish()
-            assert report.exit_code == 0, f"{point}: the next run ends with {report.reasons}"
-            assert State(localhub) == after, point
-            assert State(localhub).branches == {"main", "v1"}, f"{point}: something is left over"
-    with capsys.disabled():
-        print(f"\n{title}: {requests} points, {dict(outcomes)}")
+def test_every_request_may_fail_in_every_way(fail_each, kind: str, old: dict[str, bytes]) -> None:
+    fail_each(kind, old, lambda at: kind)

@@ -7,7 +7,6 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import build
 
@@ -25,15 +24,6 @@ DIFFERENT = {
 }
 
 
-class Definition(NamedTuple):
-    """Something that is defined at the top of a file of a kernel repository."""
-
-    repository: str
-    path: Path
-    name: str
-    node: ast.stmt
-
-
 COMMON = build.ROOT / "common"
 
 
@@ -44,59 +34,37 @@ def sources() -> list[Path]:
     return sorted(path for path in found if "build" not in path.relative_to(build.ROOT).parts)
 
 
-def definitions() -> list[Definition]:
-    """What is defined at the top of their files, also below an if or a try there."""
-    return [
-        Definition(path.relative_to(build.ROOT).parts[0], path.relative_to(build.ROOT), name, node)
-        for path in sources()
-        for node, name in named(ast.parse(path.read_text()).body)
-    ]
-
-
-def named(body: list[ast.stmt]) -> Iterator[tuple[ast.stmt, str]]:
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """What stands at the top of a file, also below an if or a try there."""
     for node in body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield node, node.name
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = [name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
-            yield from ((node, name.id) for name in names if is_stored(name))
-        elif isinstance(node, (ast.If, ast.Try)):
-            yield from named([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)])
+        yield node
+        if isinstance(node, (ast.If, ast.Try)):
+            yield from statements([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)])
 
 
-def is_stored(name: ast.Name) -> bool:
-    return isinstance(name.ctx, ast.Store)
+def defined(node: ast.stmt) -> list[str]:
+    """The names that a statement defines. ``_`` and ``__all__`` are no names of anything."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [] if node.name == "_" else [node.name]
+    targets = getattr(node, "targets", [node.target] if isinstance(node, ast.AnnAssign) else [])
+    found = [name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+    return [name.id for name in found if isinstance(name.ctx, ast.Store) and not name.id.startswith("__")]
 
 
-def shared(found: list[Definition]) -> dict[str, list[Definition]]:
-    """What stands in several repositories, by its name. ``_`` and ``__all__`` are no names of anything."""
-    by_name = defaultdict(list)
-    for definition in found:
-        if definition.name != "_" and not definition.name.startswith("__"):
-            by_name[definition.name].append(definition)
-    return {name: all_of for name, all_of in sorted(by_name.items()) if len({d.repository for d in all_of}) > 1}
-
-
-def texts(found: list[Definition]) -> dict[str, list[str]]:
-    """The text of each definition, with its docstrings and without comments, and the files that have it.
-
-    Of a name with two definitions in one file, below an if and its else, these are one text.
-    """
-    by_file = defaultdict(list)
-    for definition in found:
-        by_file[str(definition.path)].append(ast.unparse(definition.node))
-    by_text = defaultdict(list)
-    for path, parts in by_file.items():
-        by_text["\n".join(parts)].append(path)
-    return dict(by_text)
+def shared() -> dict[str, dict[str, str]]:
+    """What stands in several repositories, by its name: file -> its text there, without comments."""
+    found: defaultdict[str, defaultdict[str, str]] = defaultdict(lambda: defaultdict(str))
+    for path in sources():
+        for node in statements(ast.parse(path.read_text()).body):
+            for name in defined(node):  # of a name with two definitions, below an if and its else, these are one text
+                found[name][str(path.relative_to(build.ROOT))] += ast.unparse(node)
+    return {name: files for name, files in found.items() if len({path.partition("/")[0] for path in files}) > 1}
 
 
 def test_what_has_one_name_in_several_repositories_is_the_same() -> None:
-    found = shared(definitions())
+    found = shared()
     assert {"_Layer", "_needs_grad", "immovable"} <= found.keys()
-    by_name = {name: texts(all_of) for name, all_of in found.items()}
-    differing = {name: list(files.values()) for name, files in by_name.items() if len(files) > 1}
+    differing = {name: list(files) for name, files in found.items() if len(set(files.values())) > 1}
     assert differing.keys() == DIFFERENT.keys(), f"make them the same, or say in DIFFERENT why not: {differing}"
 
 

@@ -70,8 +70,5 @@ class Clone:
 
 def held(hub: LocalHub, branch: str, repo_id: str = REPO) -> dict[str, bytes] | None:
     """Return what a branch holds, path -> content, None where there is no such branch."""
-    repository = hub.store.get("kernels", repo_id)
-    if branch not in repository.refs()["branches"]:
-        return None
-    files = repository.commit(branch).files
-    return {path: hub.store.contents[file.sha256] for path, file in files.items()}
+    repository = hub.repository(repo_id)
+    return repository.files(branch) if branch in repository.branches else None

@@ -130,10 +130,10 @@ def test_what_is_wrong_on_the_hub_is_not_bundled(localhub: LocalHub, bundle, tmp
     assert "RMSNorm/build/torch-npu: layers.py: changed, its digest differs" in changed.stderr
     assert "SwiGLU/build/torch-npu: layers.py: changed, its digest differs" in changed.stderr  # all, not the first
     first = f"kernels-ext-npu/{catalogue.REPOSITORIES[0]}"
-    localhub.store.get("kernels", first).delete_branch("v1")
+    del localhub.repository(first).branches["v1"]
     without_a_branch = bundle()
     assert f"{first} has no version 1" in without_a_branch.stderr
-    localhub.store.delete("kernels", first)
+    del localhub.repositories["kernels", first]
     missing, offline, unreachable = bundle(), bundle(HF_HUB_OFFLINE="1"), bundle(HF_ENDPOINT=NOBODY)
     for result in (changed, without_a_branch, missing, offline, unreachable):
         assert (result.returncode, result.stdout) == (1, "")

@@ -100,7 +100,7 @@ def test_a_dead_hub_is_a_problem_for_who_wants_the_kernels_from_there(doctor) ->
 
 
 def test_the_kernels_of_a_hub_take_effect(doctor, localhub: LocalHub, tmp_path: Path, monkeypatch) -> None:
-    localhub.settings.trusted.add("kernels-ext-npu")
+    localhub.trusted.add("kernels-ext-npu")
     publish(localhub, "card", variants="*")
     hub = localhub.environment(tmp_path / "user")
     report = doctor("--source", "hub", TORCH_DEVICE_BACKEND_AUTOLOAD="0", **hub)

@@ -50,10 +50,11 @@ def test_a_hub_that_answers(monkeypatch, localhub: LocalHub, tmp_path: Path) -> 
     assert "kernels cannot ask it: LocalProtocolError: Illegal header value" in quiet.summary
     assert quiet.commands == ("unset HF_HUB_DISABLE_TELEMETRY DISABLE_TELEMETRY DO_NOT_TRACK",)
     monkeypatch.delenv("DO_NOT_TRACK")
-    localhub.settings.token = "hf_another_one"
+    localhub.faults.add("status", status=401, times=99)
     _, _, refused = ask(monkeypatch)
     assert "refuses the token: 401" in refused.summary
     assert "unset HF_TOKEN" in refused.commands
+    localhub.faults.clear()
     localhub.faults.add("status", status=503, times=99)
     assert "answers 503: it is overloaded or down" in ask(monkeypatch)[0].summary
 

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from transformers import Trainer, TrainingArguments
 
 import kernels_ext_npu
-from tests.localhub.client import TOKEN
 from tests.support import memory
 from tests.support.saving import models, of_files, of_pretrained, of_torch  # noqa: F401 each adds its ways
 from tests.support.saving.ways import WAYS, Loading
@@ -185,12 +184,16 @@ def test_adapters_of_transformers_are_saved_and_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_what_is_pushed_is_what_is_pulled(client, localhub, monkeypatch, tmp_path: Path, kind: str) -> None:
+def test_what_is_pushed_is_what_is_pulled(localhub, monkeypatch, tmp_path: Path, kind: str) -> None:
+    template = localhub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    values = {"ENDPOINT": localhub.url, "HUGGINGFACE_CO_URL_TEMPLATE": template}
+    for name, value in (values | {"HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}).items():
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
     monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", localhub.url)
     monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # made at the first call, for the Hub of that time
     model = models.make(kind, device="npu", kernels=True)
-    model.push_to_hub("somebody/model", token=TOKEN, max_shard_size="20KB")
-    loaded = type(model).from_pretrained("somebody/model", token=TOKEN, cache_dir=tmp_path / "cache")
+    model.push_to_hub("somebody/model", token="hf_of_the_tests", max_shard_size="20KB")
+    loaded = type(model).from_pretrained("somebody/model", cache_dir=tmp_path / "cache")
     assert_equal(models.weights(loaded), models.weights(model))
 
 

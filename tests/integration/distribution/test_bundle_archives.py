@@ -75,6 +75,7 @@ def test_the_format_does_not_drift() -> None:
 
 def test_a_commit_follows_from_name_version_and_content() -> None:
     one = KernelRepository("A", 1, {"a": b"1", "b": b"2"})
+    assert len(one.commit) == 40
     assert one.commit == KernelRepository("A", 1, {"b": b"2", "a": b"1"}).commit
     others = [
         KernelRepository("B", 1, one.files),

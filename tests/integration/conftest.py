@@ -1,11 +1,10 @@
-"""Tiny checkpoints on disk, a bundle, and which layers run."""
+"""Tiny checkpoints on disk, and a bundle."""
 
 import gc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from kernels_ext_npu.distribution import bundles
 from tests.support import zoo
@@ -38,17 +37,3 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bundle") / "kernels.zip"
     bundles.write(path)
     return path
-
-
-@pytest.fixture
-def layers_that_run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The classes of the layers of Qwen3-MoE models, one for each call, as they run during the test."""
-    ran: list[str] = []
-    forward = Qwen3MoeDecoderLayer.forward
-
-    def run(self, *args, **kwargs):
-        ran.append(type(self).__name__)
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(Qwen3MoeDecoderLayer, "forward", run)
-    return ran

@@ -8,14 +8,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import kernels_ext_npu
-from kernels_ext_npu.doctor.checks import device
-from kernels_ext_npu.doctor.findings import Verdict
-from kernels_ext_npu.doctor.observations import run
-from kernels_ext_npu.doctor.probes import hardware_and_cann
 from kernels_ext_npu.machine import cann_releases
 from kernels_ext_npu.reporting import release_limits
 from kernels_ext_npu.selftest import limits, runner
-from tests.support import doctor_faults as faults
 
 ROUTING = "CANN 8.2 routes only 256 experts in groups of eight; since 8.3 all"
 TRAINING = "CANN 8.2 routes in one launch in inference alone; since 8.3 in training, too"
@@ -92,16 +87,6 @@ def test_a_version_that_cannot_be_read_is_the_oldest() -> None:
     assert words in cann_releases.sentences((0, 0))
 
 
-@pytest.mark.parametrize(("version", "said"), [("8.2.RC1", ROUTING), ("8.5.0", ROTATED_IN_8_5), ("9.1.0", None)])
-def test_doctor_says_which_release_would_bring_what(
-    monkeypatch, tmp_path: Path, version: str, said: str | None
-) -> None:
-    monkeypatch.setenv("ASCEND_HOME_PATH", str(faults.cann(tmp_path / "toolkit" / "latest", version)))
-    finding = device.cann(faults.observed(disk=run(hardware_and_cann, 20)))
-    assert finding.verdict is Verdict.OK
-    assert said in finding.details if said else finding.details == ()
-
-
 def test_inspect_counts_what_a_release_would_launch(run_forked, tmp_path: Path) -> None:
     AutoConfig.for_model("qwen3", **SMALL, **WIDE).save_pretrained(tmp_path)
     found = {}
@@ -116,11 +101,6 @@ def test_inspect_counts_what_a_release_would_launch(run_forked, tmp_path: Path) 
         "8.2": ({"npu_rotary_mul": 2}, ["kernels: as they are on CANN 8.2"], [words]),
         "": ({"npu_mrope": 1}, [], []),
     }
-
-
-def test_inspect_refuses_what_is_no_release(run_forked) -> None:
-    code = "from kernels_ext_npu.cli import app; app(['inspect', 'qwen3', '--cann', 'newest'])"
-    assert "--cann newest: a version of CANN is written as 8.2 or 8.2.RC1" in run_forked(code, check=False).stderr
 
 
 @pytest.mark.parametrize("limit", limits.LIMITS, ids=lambda limit: limit.title)

@@ -7,18 +7,14 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 import transformers
-from huggingface_hub import HfApi, constants
-from rich.console import Console
 
-from kernels_ext_npu.catalogue import REPOSITORIES
-from publishing.remote import Patience
-from publishing.run import Request, publish
+from tests.integration.distribution.test_bundle_hub import publish
 from tests.localhub import LocalHub
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -78,18 +74,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "src"
 
 
-@pytest.fixture(scope="module")
-def hub() -> Iterator[LocalHub]:
-    """With the repositories of the project."""
-    with LocalHub() as hub, pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", "hf_of_the_tests")
-        for name in REPOSITORIES:
-            request = Request(str(ROOT / name), load=False, patience=Patience(seconds=0))
-            assert publish(request, Console(quiet=True), HfApi(endpoint=hub.url)).status == "published"
-        yield hub
-
-
 @pytest.fixture
 def run_patched(source: Path, run_forked) -> Callable[..., str]:
     """The last line that a process with the patched transformers, and without this package, prints."""
@@ -102,10 +86,12 @@ def run_patched(source: Path, run_forked) -> Callable[..., str]:
 
 
 @pytest.mark.long
-def test_models_run_the_kernels_without_this_package(run_patched, hub: LocalHub, tmp_path: Path) -> None:
+def test_models_run_the_kernels_without_this_package(run_patched, localhub: LocalHub, tmp_path: Path) -> None:
     """Each agrees with the CPU in forward, gradients, tokens, and both modes: see tests/support/patched_models.py."""
+    publish(localhub, "card")
     script = str(ROOT / "tests" / "support" / "patched_models.py")
-    answer = json.loads(run_patched(None, "-m", "softnpu", script, str(tmp_path), **hub.environment(tmp_path / "home")))
+    environment = localhub.environment(tmp_path / "home")
+    answer = json.loads(run_patched(None, "-m", "softnpu", script, str(tmp_path), **environment))
     models = {name: result["layers"] for name, result in answer["models"].items()}
     norm, rotation = "RMSNormCastLast", {"rotary_pos_emb": "RotaryPosEmbCastBack"}
     assert models == {
@@ -181,14 +167,23 @@ def test_generated_classes_have_the_decorators_that_the_modular_file_gives_them(
     marked = re.findall(r"^\+@use_kernel_forward_from_hub.*\n class (\w+)\(", PATCH.read_text(), re.M)
     checked = set()
     for modular in models.glob("*/modular_*.py"):
-        if not re.search(rf"\b({'|'.join(marked)})\b", modular.read_text()):
+        text = modular.read_text()
+        if not re.search(rf"\b({'|'.join(marked)})\b", text):
             continue
-        generated = _decorators(modular.with_name(modular.name.replace("modular_", "modeling_")))
-        for name, (own, parent, has_own) in _modular_classes(modular).items():
-            inherited = _decorators(models / parent[0] / f"modeling_{parent[0]}.py")[parent[1]] if parent else []
-            if name in generated and (name in marked or any(mark in str(inherited) for mark in NEW)):
-                assert generated[name] == (own if has_own else inherited), f"{modular.name}: {name}"
-                checked.add(name)
+        own, generated = map(_decorators, (modular, modular.with_name(modular.name.replace("modular_", "modeling_"))))
+        tree, imported = ast.parse(text), {}
+        for node in ast.walk(tree):
+            match = re.fullmatch(r"(?:transformers\.models\.)?(\w+)\.modeling_\1", getattr(node, "module", None) or "")
+            if isinstance(node, ast.ImportFrom) and match:
+                parents = _decorators(models / match[1] / f"modeling_{match[1]}.py")
+                imported |= {alias.asname or alias.name: parents.get(alias.name, []) for alias in node.names}
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.name in generated:
+                inherited = next((imported[name] for name in map(ast.unparse, node.bases) if name in imported), [])
+                if node.name in marked or any(mark in str(inherited) for mark in NEW):
+                    expected = own[node.name] if node.decorator_list else inherited
+                    assert generated[node.name] == expected, f"{modular.name}: {node.name}"
+                    checked.add(node.name)
     # the others are copied because a class that is inherited from uses them
     assert len(checked) >= 25
 
@@ -222,22 +217,3 @@ def _decorators(path: Path) -> dict[str, list[str]]:
 
 def _text(node: ast.expr) -> str:
     return ast.unparse(node).replace("'", '"')
-
-
-def _modular_classes(path: Path) -> dict[str, tuple[list[str], tuple[str, str] | None, bool]]:
-    """Class -> its decorators for kernels, the model and class it inherits from, and whether it has any decorators."""
-    tree, imported = ast.parse(path.read_text()), {}
-    for node in ast.walk(tree):
-        match = re.fullmatch(r"(?:transformers\.models\.)?(\w+)\.modeling_\1", getattr(node, "module", None) or "")
-        if isinstance(node, ast.ImportFrom) and match:
-            imported |= {alias.asname or alias.name: (match[1], alias.name) for alias in node.names}
-    own = _decorators(path)
-    return {
-        node.name: (
-            own[node.name],
-            next((imported[ast.unparse(base)] for base in node.bases if ast.unparse(base) in imported), None),
-            bool(node.decorator_list),
-        )
-        for node in tree.body
-        if isinstance(node, ast.ClassDef)
-    }

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -14,6 +13,7 @@ from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.inspection.counting.dispatch import Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.phases import count
+from kernels_ext_npu.inspection.subject import Subject
 from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.measuring.roofline import SOCS
 
@@ -43,22 +43,24 @@ def costs(prepare, model_type: str, tokens: int, **sizes: int) -> tuple[Cost, Co
 
 @contextmanager
 def published(
-    name: str, tokens: int = 4096, prepare: Callable[[PreTrainedModel], object] = kernels_ext_npu.kernelize
+    name: str | Subject,
+    tokens: int = 4096,
+    prepare: Callable[[PreTrainedModel], object] = kernels_ext_npu.kernelize,
+    batch: int = 1,
 ) -> Iterator[tuple[PreTrainedModel, Callable[..., Counts]]]:
-    """Build a published model in bfloat16 on fake tensors, prepared, for one row of tokens.
+    """Build a model, by its name a published one, in bfloat16 on fake tensors, prepared, for rows of tokens.
 
-    Yields it, and what counts a phase of it, "forward" or "step", by `count` or by what is given in its place.
+    Yields it, and what counts a phase of it, such as "forward" or "step", by `count` or by what is given in its place.
     """
-    values, found = KnownValues(), subject.find(name)
+    values, found = KnownValues(), subject.find(name) if isinstance(name, str) else name
     with FakeTensorMode(allow_non_fake_inputs=True):
         with Counting(values, SOC):
             model = subject.build(found, torch.bfloat16)
         prepare(model)
-        inputs, _ = subject.make_inputs(model, 1, tokens, values)
-        inputs |= subject.labels(model, inputs)
+        inputs, _ = subject.make_inputs(model, batch, tokens, values)
+        labelled = inputs | subject.labels(model, inputs)
 
         def counted(phase: str, counting: Callable[..., Counts] = count) -> Counts:
-            given: dict[str, Any] = inputs if phase == "step" else {k: v for k, v in inputs.items() if k != "labels"}
-            return counting(phase, model, given, values, SOC)
+            return counting(phase, model, labelled if phase == "step" else inputs, values, SOC)
 
         yield model, counted

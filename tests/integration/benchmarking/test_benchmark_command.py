@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import Result
+from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.distribution import sources
@@ -44,6 +45,8 @@ def test_everything_is_measured_and_ours_agrees(mixture, report) -> None:
             assert other["launches"] <= one["launches"]
             assert other["bytes"] < one["bytes"]
         assert other.get("host_waits", 0) == 0  # which a card does not tell
+    assert registration.current is None
+    assert "forward" not in vars(modeling_qwen3_moe.apply_rotary_pos_emb)
 
 
 def test_counts_are_those_of_the_operator(report) -> None:
@@ -57,34 +60,20 @@ def test_counts_are_those_of_the_operator(report) -> None:
 
 
 @pytest.mark.software
-def test_there_are_no_times_on_the_software_device(mixture, report) -> None:
+def test_it_says_where_figures_come_from_and_gives_no_times(mixture, report) -> None:
     keys = set(re.findall('"([^"]+)":', mixture.stdout))
     assert not [key for key in keys if any(part in key for part in ("ms", "time", "quartile", "second"))]
     assert "The software device computes on the host" in report["note"]
     assert "measures no times" in mixture.stderr
     assert "median" not in mixture.stderr
-
-
-@pytest.mark.software
-def test_it_says_where_figures_come_from(report) -> None:
+    assert "LLaMA-Factory not installed" in mixture.stderr
     assert report["device"].startswith("software device")
-    assert {"torch", "torch_npu", "transformers", "kernels", "cann", "LLaMA-Factory"} <= report["versions"].keys()
+    assert {"torch", "torch_npu", "transformers", "kernels", "cann"} <= report["versions"].keys()
+    assert report["versions"]["LLaMA-Factory"] == "not installed"
     (model,) = report["models"].values()
     assert model["sizes"]["hidden_size"] == HIDDEN
     assert model["source"].endswith("config.json")
     assert "2 and 4 times what the original differs" in report["tolerance"]
-
-
-def test_what_is_not_there_is_named(mixture, report) -> None:
-    assert report["versions"]["LLaMA-Factory"] == "not installed"
-    assert "LLaMA-Factory not installed" in mixture.stderr
-
-
-def test_nothing_of_it_stays(mixture) -> None:
-    from transformers.models.qwen3_moe import modeling_qwen3_moe
-
-    assert registration.current is None
-    assert "forward" not in vars(modeling_qwen3_moe.apply_rotary_pos_emb)
 
 
 @pytest.mark.software  # a card has columns of times besides
@@ -124,12 +113,6 @@ class WrongGradient(torch.autograd.Function):
         return grad * 1.03
 
 
-def lose_a_row(y: torch.Tensor) -> torch.Tensor:
-    keep = torch.ones(y.shape[:-1], dtype=y.dtype, device=y.device)
-    keep.view(-1)[-1] = 0
-    return y * keep.unsqueeze(-1)
-
-
 def fail(y: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("error 561002")
 
@@ -138,9 +121,6 @@ def fail(y: torch.Tensor) -> torch.Tensor:
     ("wrong", "said", "phases"),
     [
         (lambda y: y * 1.03, "output 0 is 3.0e-02 away from float32", PHASES),
-        pytest.param(lose_a_row, "output 0 is", PHASES, marks=pytest.mark.long),
-        pytest.param(lambda y: y * float("nan"), "output 0 is nan", PHASES, marks=pytest.mark.long),
-        pytest.param(lambda y: y[..., :-1], "shape", PHASES, marks=pytest.mark.long),
         (WrongGradient.apply, "gradient of input 0 is 3.", {"training"}),
         (fail, "raised RuntimeError: error 561002", PHASES),
     ],

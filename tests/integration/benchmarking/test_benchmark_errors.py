@@ -70,15 +70,3 @@ def test_a_missing_torch_npu_is_explained(run_python) -> None:
     assert result.returncode == 2
     assert "torch_npu" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_help_needs_no_torch(run_python) -> None:
-    code = """
-import sys
-from kernels_ext_npu.cli import app
-try:
-    app()
-finally:
-    assert not {"torch", "transformers"} & sys.modules.keys()
-"""
-    assert "--tokens" in run_python(code, "benchmark", "--help").stdout

@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM
 import softnpu
 from kernels_ext_npu.benchmarking import call_costs, recorded_calls, results_layout, shrunk_models
 from kernels_ext_npu.benchmarking.measured_calls import Result
-from kernels_ext_npu.machine.privacy import report_text
 from kernels_ext_npu.model_configs import PUBLISHED
-from tests.support.benchmark_runs import EXPERTS, SMALL, refusal, run, write_config
+from tests.support.benchmark_runs import SMALL, refusal, run, write_config
 
 DIRECTIONS = {"prefill": ["forward"], "decode": ["forward"], "training": ["forward", "backward", "both"]}
 SPREAD = {"lower_quartile_ms": 1.5, "median_ms": 2.0, "upper_quartile_ms": 3.0, "repeats": 3}
@@ -57,16 +56,12 @@ def test_a_report_that_cannot_be_written_is_refused_first(on_a_card, tmp_path: P
     assert "there is no folder" in refusal("--model", write_config(tmp_path, "llama"), "--report", path)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "kernels", "sizes"),
-    [
-        ("llama", {"SwiGLU", "CrossEntropy", "step"}, {}),
-        pytest.param("qwen3_moe", {"RMSNorm", "RoPE", "FusedMoE", "FlashAttention", "layer", "step"}, EXPERTS,
-                     marks=pytest.mark.long),
-    ],
-)  # fmt: skip
-def test_every_line_has_times_and_their_spread(on_a_card, tmp_path: Path, model_type, kernels, sizes) -> None:
-    path, config = tmp_path / "report.json", write_config(tmp_path, model_type, **sizes)
+def test_every_line_has_times_and_their_spread(on_a_card, tmp_path: Path) -> None:
+    path, config, kernels = (
+        tmp_path / "report.json",
+        write_config(tmp_path, "llama"),
+        {"SwiGLU", "CrossEntropy", "step"},
+    )
     options = [*SMALL, "--repeats", 3, "--report", path]
     result = run("--model", config, *options, *(part for kernel in kernels for part in ("--kernel", kernel)))
     assert result.exit_code == 0, result.output
@@ -97,20 +92,13 @@ def result(provider: str, refused: str | None = None, direction: str = "forward"
 
 def test_a_line_has_the_figures_of_all_who_computed_it() -> None:
     results = [result("transformers", median_ms=2.0, repeats=50), result("LLaMA-Factory", median_ms=1.5)]
+    results.append(result("kernels-ext-npu", "raised OSError"))
     (alone,), (line,) = (results_layout.report_lines(some) for some in (results[:1], results))
     assert "LLaMA-Factory" not in alone  # who is not installed has no column
     assert (line["of"], line["what"], line["dtype"]) == ("Qwen3-8B", "RMSNorm, prefill, forward", "bf16")
     assert line["transformers"] == {"distance": 1e-3, "median_ms": 2.0, "repeats": 50}
     assert line["LLaMA-Factory"] == {"distance": 1e-3, "median_ms": 1.5}
-
-
-def test_what_was_refused_says_why_and_names_nobody(monkeypatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijkl")
-    said = f"raised OSError: {Path.home()}/models/own.so with hf_abcdefghijkl"
-    results = [result("transformers", median_ms=2.0), result("kernels-ext-npu", said)]
-    written = report_text({"method": "by a clock"}, results_layout.report_lines(results))
-    assert json.loads(written)["results"][0]["kernels-ext-npu"] == {"refused": "raised OSError: …/own.so with ***"}
-    assert "models" not in written
+    assert line["kernels-ext-npu"] == {"refused": "raised OSError"}
 
 
 def test_lines_that_decide_claims_are_lines_of_a_report() -> None:

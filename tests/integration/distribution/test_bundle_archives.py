@@ -10,8 +10,6 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from kernels_ext_npu.distribution import bundle_archive
 from kernels_ext_npu.distribution.bundle_archive import MANIFEST, BundleError, KernelRepository
@@ -21,7 +19,6 @@ SMALL = [
     KernelRepository("B", 1, {"README.md": b"", ".gitattributes": b"*.so"}, hub_commit="0123456789" * 4),
 ]
 PACKED = bundle_archive.pack(SMALL)
-ON_DISK = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 Members = list[tuple[str, bytes]]
 
@@ -68,33 +65,17 @@ def promised(content: dict[str, bytes]) -> Members:
     return [(MANIFEST, bundle_archive._manifest(made)), *held.items()]
 
 
-def test_a_bundle_is_read_as_it_was_written(tmp_path: Path) -> None:
-    assert read(PACKED, tmp_path) == SMALL
-
-
 def test_the_format_does_not_drift() -> None:
     """Other releases of Python and of this project write the same bytes: a bundle is compared by its sha256."""
-    assert hashlib.sha256(PACKED).hexdigest() == "34e63acd58eb4f171c38cb2910c6ef3324b235a454378e3b0d2f2e5b47e68e2e"
-
-
-def test_each_content_is_there_once(archive: Path) -> None:
-    bundle = archive.read_bytes()
-    contents = [data for name, data in members(bundle) if name != MANIFEST]
-    assert len(set(contents)) == len(contents)
-    assert len(bundle) < 2 * 2**20
-    files = json.loads(dict(members(bundle))[MANIFEST])["repositories"]["RMSNorm"]["files"]
-    assert len(files) > 3 * len({entry["sha256"] for entry in files.values()})
-
-
-def test_equal_content_gives_equal_bytes_whatever_the_order() -> None:
     shuffled = [replace(each, files=dict(reversed(each.files.items()))) for each in reversed(SMALL)]
-    assert bundle_archive.pack(shuffled) == PACKED
+    for repositories in (SMALL, shuffled):
+        written = hashlib.sha256(bundle_archive.pack(repositories)).hexdigest()
+        assert written == "34e63acd58eb4f171c38cb2910c6ef3324b235a454378e3b0d2f2e5b47e68e2e"
 
 
 def test_a_commit_follows_from_name_version_and_content() -> None:
     one = KernelRepository("A", 1, {"a": b"1", "b": b"2"})
     assert len(one.commit) == 40
-    assert set(one.commit) <= set("0123456789abcdef")
     assert one.commit == KernelRepository("A", 1, {"b": b"2", "a": b"1"}).commit
     others = [
         KernelRepository("B", 1, one.files),
@@ -102,27 +83,15 @@ def test_a_commit_follows_from_name_version_and_content() -> None:
         KernelRepository("A", 1, {"a": b"1", "c": b"2"}),
         KernelRepository("A", 1, {"a": b"1", "b": b"3"}),
     ]
-    assert len({one.commit, *(other.commit for other in others)}) == 5
+    assert len({each.commit for each in (one, *others)}) == 5
 
 
 def test_a_small_bundle_is_refused_wherever_it_is_cut_and_whichever_byte_changes(tmp_path) -> None:
-    for position in range(len(PACKED)):
-        for damaged in (PACKED[:position], changed(PACKED, position, 1 + position % 255)):
+    assert read(PACKED, tmp_path) == SMALL
+    for position, byte in enumerate(PACKED):
+        changed = bytes([byte ^ (1 + position % 255)])
+        for damaged in (PACKED[:position], PACKED[:position] + changed + PACKED[position + 1 :]):
             assert refusal(damaged, tmp_path)
-
-
-def changed(data: bytes, position: int, mask: int) -> bytes:
-    return data[:position] + bytes([data[position] ^ mask]) + data[position + 1 :]
-
-
-@given(start=st.integers(0, len(PACKED)), removed=st.integers(0, 400), added=st.binary(max_size=200))
-@settings(ON_DISK, max_examples=200)
-def test_an_edit_is_refused(tmp_path: Path, start: int, removed: int, added: bytes) -> None:
-    edited = PACKED[:start] + added + PACKED[start + removed :]
-    if edited == PACKED:
-        assert read(edited, tmp_path) == SMALL
-    else:
-        assert refusal(edited, tmp_path)
 
 
 FIRST = "A/build/torch-npu/__init__.py"
@@ -158,13 +127,13 @@ def test_much_of_little_is_refused(tmp_path: Path, monkeypatch) -> None:
 
 def test_what_its_content_does_not_make_is_refused(tmp_path: Path) -> None:
     """Whatever it is that was added or packed anew: an archive is compared with the one that its content makes."""
-    for other in (sorted(members(PACKED)), [*members(PACKED), ("../escape.py", b"import os")]):
-        assert ADDED in refusal(zipped(other), tmp_path)
+    others = sorted(members(PACKED)), [*members(PACKED), ("../escape.py", b"import os")]
+    for other in (*map(zipped, others), b"#!/bin/sh\n" + PACKED):
+        assert ADDED in refusal(other, tmp_path)
 
 
-@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_a_decompression_bomb_is_refused_unopened(tmp_path: Path, method: int, monkeypatch) -> None:
-    bomb = zipped([(FIRST, bytes(10 * 2**20))], compression=method)
+def test_a_decompression_bomb_is_refused_unopened(tmp_path: Path, monkeypatch) -> None:
+    bomb = zipped([(FIRST, bytes(10 * 2**20))], compression=zipfile.ZIP_LZMA)
     assert len(bomb) < 2**15
     monkeypatch.setattr(zipfile.ZipFile, "open", None)
     assert "compressed" in refusal(bomb, tmp_path)

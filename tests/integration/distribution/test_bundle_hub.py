@@ -13,18 +13,6 @@ from tests.localhub import LocalHub
 
 COMMAND = "from kernels_ext_npu.cli import app; app()"
 
-LOOK_UP = "import kernels; kernels.get_kernel('kernels-ext-npu/RMSNorm', version=1)"
-
-REGISTER = """
-import softnpu, kernels_ext_npu
-from transformers import LlamaConfig, LlamaForCausalLM
-kernels_ext_npu.register(source="hub")
-sizes = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=9)
-model = LlamaForCausalLM(LlamaConfig(**sizes)).to("npu")
-model.set_use_kernels(True)
-print(kernels_ext_npu.report(model))
-"""
-
 CHOOSE = """
 import sys
 import softnpu, kernels_ext_npu
@@ -97,25 +85,6 @@ def test_from_the_hub_to_a_machine_without_a_network(run_forked, localhub: Local
     assert {path.name for path in (folder / "snapshots").iterdir()} == {before, after}
 
 
-@pytest.mark.long
-def test_a_mirror_is_enough_and_its_downloads_work_offline_after_an_installation(
-    run_forked, localhub: LocalHub, bundle, tmp_path: Path
-) -> None:
-    """A mirror needs HF_ENDPOINT and nothing else. What kernels downloads from it cannot be found offline."""
-    published, home = publish(localhub, "card"), tmp_path / "home"
-    mirror = {"HF_ENDPOINT": localhub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home)}
-    output = " ".join(run_forked(REGISTER, **mirror).stdout.split())
-    swapped = (
-        "3 of 3 norms, 1 of 1 gated MLPs, 1 of 1 rotary calls, 1 of 1 rotary tables, 1 of 1 attention, 1 of 1 heads"
-    )
-    assert f"{swapped} swapped" in output
-    result = run_forked(LOOK_UP, check=False, HF_HUB_DISABLE_TELEMETRY="1", **at(home))
-    assert "is not available in the local cache" in result.stderr  # no refs/v1, and one variant of five
-    assert bundle().returncode == 0
-    run_forked(COMMAND, "bundle", "--install", str(tmp_path / "kernels.zip"), **at(home))
-    assert published["RMSNorm"] in run_forked(LOAD, **at(home)).stdout
-
-
 def test_somebody_may_choose_a_kernel_for_a_class_that_transformers_has_not_marked(
     run_forked, localhub: LocalHub, tmp_path: Path
 ) -> None:
@@ -129,13 +98,17 @@ def test_what_is_wrong_on_the_hub_is_not_bundled(localhub: LocalHub, bundle, tmp
     changed = bundle()
     assert "RMSNorm/build/torch-npu: layers.py: changed, its digest differs" in changed.stderr
     assert "SwiGLU/build/torch-npu: layers.py: changed, its digest differs" in changed.stderr  # all, not the first
+    localhub.faults.add("status", status=500, times=99)
+    broken = bundle()
+    localhub.faults.clear()
+    assert "500 Internal Server Error" in broken.stderr
     first = f"kernels-ext-npu/{catalogue.REPOSITORIES[0]}"
     del localhub.repository(first).branches["v1"]
     without_a_branch = bundle()
     assert f"{first} has no version 1" in without_a_branch.stderr
     del localhub.repositories["kernels", first]
     missing, offline, unreachable = bundle(), bundle(HF_HUB_OFFLINE="1"), bundle(HF_ENDPOINT=NOBODY)
-    for result in (changed, without_a_branch, missing, offline, unreachable):
+    for result in (changed, broken, without_a_branch, missing, offline, unreachable):
         assert (result.returncode, result.stdout) == (1, "")
         assert "Traceback" not in result.stderr
     for result, endpoint in ((missing, localhub.url), (offline, localhub.url), (unreachable, NOBODY)):

@@ -40,15 +40,6 @@ for source, folder in zip(sys.argv[1::2], sys.argv[2::2]):
     loaded = files
 """
 
-ASK = """
-import kernels
-for options in ({}, {"trust_remote_code": ["kernels-ext-npu/RMSNorm"]}):
-    try:
-        kernels.get_kernel("kernels-ext-npu/RMSNorm", version=1, **options)
-    except Exception as error:
-        print(type(error).__name__, error)
-"""
-
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory, archive: Path) -> Path:
@@ -61,17 +52,17 @@ def home(tmp_path_factory: pytest.TempPathFactory, archive: Path) -> Path:
     return folder
 
 
-def snapshot(home: Path, name: str, commit: str | None = None) -> str:
+def snapshot(home: Path, name: str) -> str:
     folder = home / "hub" / f"kernels--kernels-ext-npu--{name}"
-    return str(folder / "snapshots" / (commit or (folder / "refs" / "v1").read_text()))
+    return str(folder / "snapshots" / (folder / "refs" / "v1").read_text())
 
 
-def test_kernels_load_offline(run_forked, home: Path) -> None:
-    result = run_forked(LOAD, HF_HOME=str(home), **OFFLINE)
-    file, layer = result.stdout.splitlines()
+@pytest.mark.parametrize("variable", ["HF_HOME", "HF_HUB_CACHE", "KERNELS_CACHE"])
+def test_kernels_load_offline(run_forked, home: Path, variable: str) -> None:
+    folder = home if variable == "HF_HOME" else home / "hub"
+    file, layer = run_forked(LOAD, **{variable: str(folder)}, **OFFLINE).stdout.splitlines()
     assert file == f"{snapshot(home, 'RMSNorm')}/build/torch-npu/__init__.py"
     assert layer == "RotaryPosEmb"
-    assert "Skipping publisher trust check for 'kernels-ext-npu/RMSNorm'" in result.stderr
 
 
 def test_models_take_kernels_of_either_source_offline(run_forked, home: Path, checkpoint) -> None:
@@ -91,11 +82,3 @@ def test_models_take_kernels_of_either_source_offline(run_forked, home: Path, ch
         strict=True,
     ):
         assert line.split() == [f"{folder}/build/torch-npu/__init__.py" for folder in expected]
-
-
-def test_without_a_network_kernels_has_to_be_told_so(run_forked, home: Path) -> None:
-    """It asks the Hub which versions there are, whatever the cache holds: README says to set HF_HUB_OFFLINE."""
-    environment = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": NOBODY, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    untrusted, refused = run_forked(ASK, **environment).stdout.splitlines()
-    assert "could not verify publisher trust status" in untrusted
-    assert refused == "ConnectError [Errno 111] Connection refused"

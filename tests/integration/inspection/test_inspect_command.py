@@ -1,22 +1,26 @@
 """``kernels-ext-npu inspect`` as a stranger runs it."""
 
 import io
-import json
+import shutil
 import sys
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 from matplotlib import image
 from rich.console import Console
 from transformers import AutoConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.inspection import inspecting, printing, subject
+from kernels_ext_npu.inspection.counting import phases
 from kernels_ext_npu.measuring import roofline
 from tests.support.commands import refusal, report, run, said
 from tests.support.sizes import sizes
 
+ENDS = inspecting.ORIGINAL, inspecting.ALL
 SIZES = sizes(64, 128, heads=4, keys=2, width=16, layers=1, words=100)
 
 
@@ -26,8 +30,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "tiny"
 
 
-def test_a_checkpoint_without_weights(folder: Path) -> None:
-    result = run("inspect", folder, "--tokens", 32)
+def printed(found: inspecting.Inspection) -> str:
+    console = Console(record=True, width=80, file=io.StringIO())
+    printing.show(found, console)
+    return " ".join(console.export_text().split())
+
+
+def test_a_checkpoint_without_weights(folder: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "plot.png"
+    result = run("inspect", folder, "--tokens", 32, "--plot", plot)
     output = " ".join(result.output.split())
     assert "Qwen3ForCausalLM" in output
     assert (
@@ -36,54 +47,43 @@ def test_a_checkpoint_without_weights(folder: Path) -> None:
     )
     for words in ("forward, no gradients", "training step", "1 × 32 tokens", "Counted on fake tensors", "estimate"):
         assert words in output
-    assert all(len(line) <= 80 for line in result.output.splitlines() if str(folder) not in line)
+    assert all(len(line) <= 80 for line in result.output.splitlines() if str(tmp_path) not in line)
+    assert image.imread(plot).shape[:2] == (1080, 1920)
 
 
-def test_the_estimate_is_compared_with_products_and_attention_alone(folder: Path) -> None:
-    """Those of the original or of ours, whichever take less."""
-    before, after = report("inspect", folder)["variants"]
-    for phase in ("forward", "step"):
-        products = [variant[phase]["products_seconds"] for variant in (before, after)]
-        for variant in (before, after):
-            ratio = variant[phase]["estimate_of_products"]
-            assert ratio == variant[phase]["estimate_seconds"] / min(products) > 1
-            assert variant[phase]["flops"] == sum(entry["flops"] for entry in variant[phase]["operators"].values())
-    assert after["step"]["estimate_of_products"] < before["step"]["estimate_of_products"]
-
-
-def test_names_of_the_same_model_give_the_same_figures(folder: Path, run_forked, tmp_path: Path) -> None:
+def test_a_model_has_several_names(folder: Path, monkeypatch, tmp_path: Path) -> None:
     """A folder, its config.json, and an id in the cache."""
     cached = tmp_path / "hub" / "models--somebody--tiny"
-    (cached / "snapshots" / "0123").mkdir(parents=True)
+    shutil.copytree(folder, cached / "snapshots" / "0123")
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("0123")
-    (cached / "snapshots" / "0123" / "config.json").write_bytes((folder / "config.json").read_bytes())
-    code = (
-        "import sys; from kernels_ext_npu.cli import app; sys.argv = ['x', 'inspect', 'somebody/tiny', '--json']; app()"
-    )
-    by_id = run_forked(code, HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1").stdout
-    reports = [report("inspect", name) for name in (folder, folder / "config.json")]
-    reports.append(json.loads(by_id))  # nothing else is on standard output
-    names = [each.pop("model") for each in reports]
-    assert names == [str(folder), str(folder / "config.json"), "somebody/tiny"]
-    assert reports[0] == reports[1] == reports[2]
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    names = str(folder), str(folder / "config.json"), "somebody/tiny"
+    found = [subject.find(name) for name in names]
+    assert tuple(each.name for each in found) == names
+    configs = [each.config.to_dict() | {"_name_or_path": ""} for each in found]
+    assert configs[0] == configs[1] == configs[2]
 
 
 def test_each_kernel_alone_and_all_together(folder: Path) -> None:
     found = report("inspect", folder, "--tokens", 32, "--compare")
     variants = {variant["name"]: variant for variant in found["variants"]}
-    assert list(variants) == ["original", *(f"{name} alone" for name in REPOSITORIES), "with kernels"]
+    assert list(variants) == [ENDS[0], *(f"{name} alone" for name in REPOSITORIES), ENDS[1]]
     launches = {name: variant["step"]["launches"] for name, variant in variants.items()}
     saved = {name: launches["original"] - launches[f"{name} alone"] for name in REPOSITORIES}
     assert all(saved[name] > 0 for name in ("FlashAttention", "RMSNorm", "RoPE", "SwiGLU"))
     assert all(saved[name] == 0 for name in ("Activation", "FusedMoE", "Linear", "LinearAttention"))
     assert saved["CrossEntropy"] < 0  # it takes the loss in chunks, to hold less
     assert launches["with kernels"] == launches["original"] - sum(saved.values())
+    products = {phase: min(variants[name][phase]["products_seconds"] for name in ENDS) for phase in inspecting.PHASES}
     for variant in variants.values():
-        for phase in ("forward", "step"):
-            counts = variant[phase]
-            assert counts["launches"] == sum(entry["launches"] for entry in counts["operators"].values())
-            assert counts["bytes"] == sum(entry["bytes"] for entry in counts["operators"].values())
+        for phase, least in products.items():
+            counts, operators = variant[phase], variant[phase]["operators"].values()
+            for what in ("launches", "bytes", "flops"):
+                assert counts[what] == sum(entry[what] for entry in operators)
+            assert counts["estimate_of_products"] == counts["estimate_seconds"] / least > 1
+    before, after = (variants[name]["step"]["estimate_of_products"] for name in ENDS)
+    assert after < before
     assert {row["kernel"] for row in found["modules"] if row["swapped"]} >= {"RMSNorm", "SwiGLUMLP", "RotaryPosEmb"}
     assert "not a measurement" in found["estimate"]["what"]
 
@@ -93,9 +93,7 @@ def test_solves_on_scalar_cores_are_marked(tmp_path: Path) -> None:
     layers = {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
     AutoConfig.for_model("qwen3_5_text", **SIZES | layers).save_pretrained(tmp_path)
     found = inspecting.inspect(subject.find(str(tmp_path)), roofline.SOCS["910b"], tokens=64)
-    console = Console(record=True, width=80, file=io.StringIO())
-    printing.show(found, console)
-    text = " ".join(console.export_text().split())
+    text = printed(found)
     for number in (2, 4):
         said = "On the AI CPU, a few scalar cores, for which the estimate is far too low: original: "
         assert f"{said}{number} linalg_solve_triangular." in text
@@ -105,26 +103,17 @@ def test_solves_on_scalar_cores_are_marked(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_few_of_the_layers_of_a_235b_model_run(layers_that_run: list[str]) -> None:
+def test_few_of_the_layers_of_a_235b_model_run(monkeypatch) -> None:
+    ran, forward = [], Qwen3MoeDecoderLayer.forward
+    monkeypatch.setattr(Qwen3MoeDecoderLayer, "forward", lambda *args, **kw: ran.append(1) or forward(*args, **kw))
     found = report("inspect", "Qwen3-235B-A22B")
     # without and with kernels, a forward and a step: once the first and the last layer, once the second one too
-    assert len(layers_that_run) == 2 * 2 * (2 + 3)
+    assert len(ran) == 2 * 2 * (2 + 3)
     assert found["parameters"] == 235_093_634_560  # what the checkpoint on the Hub has
     assert sum(row["swapped"] for row in found["modules"]) == len(found["modules"])
     before, after = found["variants"][0]["step"], found["variants"][-1]["step"]
     assert after["host_waits"] <= 1 < before["host_waits"]
     assert after["launches"] < before["launches"] / 10
-
-
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_the_plot_is_drawn(folder: Path, tmp_path: Path, suffix: str) -> None:
-    plot = tmp_path / f"plot{suffix}"
-    said("inspect", folder, "--tokens", 32, "--plot", plot)
-    if suffix == ".png":
-        height, width, _ = image.imread(plot).shape
-        assert (width, height) == (1920, 1080)
-    else:
-        assert b"<svg" in plot.read_bytes()
 
 
 def test_what_the_inputs_do_not_reach_is_said(tmp_path: Path) -> None:
@@ -174,6 +163,10 @@ def test_a_config_that_is_none_is_refused_in_a_sentence(tmp_path: Path, content:
         (["qwen3", "--plot", "/nowhere/plot.png"], "cannot be written: No such file or directory"),
         (["qwen3", "--tokens", "0"], "--tokens"),
         (["wav2vec2"], "takes input_values"),
+        (["qwen3", "--cann", "newest"], "a version of CANN is written as 8.2 or 8.2.RC1"),
+        (["bert", "--decode"], "does not go on with a text"),
+        (["qwen3", "--decode", "--checkpointing"], "has no backward"),
+        (["qwen3", "--decode", "--update"], "no update"),
     ],
 )
 def test_wrong_arguments_are_refused_in_a_sentence(arguments: list[str], words: str, monkeypatch, tmp_path) -> None:
@@ -189,12 +182,14 @@ def test_a_missing_matplotlib_is_explained(monkeypatch) -> None:
 
 def test_a_step_with_adapters_and_what_follows_it(folder: Path) -> None:
     """Adapters are trained alone: their gradients are clipped, and their optimiser steps, in lists of launches."""
-    found = report("inspect", folder, "--tokens", 32, "--lora", 4, "--update")
+    count = partial(inspecting.inspect, subject.find(str(folder)), roofline.SOCS["910b"], tokens=32, lora=4)
+    inspected = count(update=True)
+    found = printing.as_json(inspected)
     assert found["inputs"] == "1 × 32 tokens, with adapters of rank 4"
     kernels = {row["path"].rpartition(".")[2]: row["kernel"] for row in found["projections"]}
     assert kernels.pop("lm_head", None) is None
     assert set(kernels.values()) == {"lora_linear"}
-    before, after = found["variants"][0], found["variants"][-1]
+    before, after = found["variants"]
     assert after["step"]["launches"] < 0.7 * before["step"]["launches"]
     for phase in ("clipping", "optimizer"):
         assert before[phase]["launches"] == after[phase]["launches"] > 0
@@ -212,22 +207,25 @@ def test_a_step_with_adapters_and_what_follows_it(folder: Path) -> None:
         assert variant["whole_step"]["peak_activation_bytes"] == max(
             *peaks, variant["optimizer"]["peak_activation_bytes"]
         )
-    plain = report("inspect", folder, "--tokens", 32)
-    assert not {"optimizer", "backward", "whole_step"} & plain["variants"][0].keys()
+    table = printed(inspected).partition("a whole step")[2]
+    for phase, title in inspecting.WHOLE.items():
+        one, other = (variant[phase]["launches"] for variant in (before, after))
+        assert f"{title} {one:,} " in table
+        assert one == other or f"→ {other:,} " in table
+    again = printing.as_json(count(checkpointing=True))["variants"][-1]
+    assert again["step"]["launches"] > after["step"]["launches"]  # layers are computed again
+    assert not {"optimizer", "backward", "whole_step"} & again.keys()
 
 
-@pytest.mark.long
-def test_a_whole_step_is_shown_by_its_phases(folder: Path) -> None:
-    """Layers that are computed again are a part of the backward."""
-    arguments = folder, "--tokens", 32, "--lora", 4, "--update"
-    shown = run("inspect", *arguments, "--checkpointing").stdout
-    table = [line.split() for line in shown[shown.index("a whole step") :].splitlines()]
-    with_kernels = {  # the first figure of the row below that of the original
-        before[0]: int(after[1].replace(",", ""))
-        for before, after in pairwise(table)
-        if before and after and after[0] == "→"
-    }
-    assert set(with_kernels) >= {"forward", "backward", "all"}
-    plain = report("inspect", *arguments)["variants"][-1]
-    assert with_kernels["forward"] == plain["training_forward"]["launches"]
-    assert with_kernels["backward"] > plain["backward"]["launches"]
+def test_decoding_is_shown_with_both_caches_and_its_replays(tmp_path: Path) -> None:
+    AutoConfig.for_model("qwen3", **SIZES | {"num_hidden_layers": 4}).save_pretrained(tmp_path)
+    found = report("inspect", tmp_path, "--decode", "--tokens", 32, "--batch", 3)
+    assert found["inputs"] == "3 × 32 tokens, and one more a row"
+    before, after = found["variants"]
+    for phase in phases.DECODING:
+        assert after[phase]["launches"] < before[phase]["launches"]
+        assert after[phase]["host_waits"] == 0
+        assert after[phase]["graph_replays"] == (phase == phases.STATIC)
+    held = 4 * 2 * 3 * 33 * 2 * 16 * 2  # layers, keys and values, rows, tokens, two heads in bfloat16
+    assert after[phases.GROWING]["bytes"] > held
+    assert after[phases.STATIC]["peak_activation_bytes"] < held  # the cache is none of the step's

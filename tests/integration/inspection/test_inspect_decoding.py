@@ -1,45 +1,36 @@
 """``kernels-ext-npu inspect --decode`` counts of a token what happens on the software device."""
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 from transformers import AutoConfig, DynamicCache, Qwen3ForCausalLM, StaticCache
 
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.inspection.counting import phases, repetition
 from kernels_ext_npu.inspection.counting.counts import Counts
-from kernels_ext_npu.inspection.counting.known_values import KnownValues
-from kernels_ext_npu.inspection.subject import Subject, build, make_inputs
-from kernels_ext_npu.measuring import roofline
+from kernels_ext_npu.inspection.subject import Subject
 from tests.support import zoo
-from tests.support.commands import refusal, report
+from tests.support.costs import published
 from tests.support.launches import computing
 from tests.support.sizes import sizes
 
-SOC = roofline.SOCS["910b"]
 BATCH, TOKENS = 2, 12
 SIZES = sizes(64, 96, heads=2, keys=1, width=64, layers=2, words=64)
 
 
 def counted(config: object, model_class: type, phase: str, unlike: bool = False, hook: Any = None) -> Counts:
     """Count a step with kernels; where layers are unlike, each by itself."""
-    values = KnownValues()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = build(Subject("it", config, model_class, []), torch.bfloat16)
-        kernels_ext_npu.kernelize(model)
+    with published(Subject("it", config, model_class, []), TOKENS, batch=BATCH) as (model, count):
         if hook is not None:
             model.model.norm.register_forward_hook(hook)
-        inputs, _ = make_inputs(model, BATCH, TOKENS, values)
         if unlike:
             for number, layer in enumerate(model.model.layers):
                 layer.label = f"like no other: {number}"
             assert repetition.find_kinds(model) == []
-        return phases.count(phase, model, inputs, values, SOC, {})
+        return count(phase)
 
 
 def happened(model: torch.nn.Module, phase: str) -> Counter[str]:
@@ -91,26 +82,3 @@ def test_a_step_that_waits_or_copies_numbers_of_the_host_is_no_replay(registered
     found = counted(config, Qwen3ForCausalLM, phases.STATIC, hook=hook)
     assert (found.waits, found.copies_in) == ((1, 0) if reads else (0, 1))
     assert phases.replays(phases.STATIC, found) == 0
-
-
-def test_the_command_shows_both_caches_and_replays(tmp_path: Path) -> None:
-    AutoConfig.for_model("qwen3", **SIZES | {"num_hidden_layers": 4}).save_pretrained(tmp_path)
-    found = report("inspect", tmp_path, "--decode", "--tokens", 32, "--batch", 3)
-    assert found["inputs"] == "3 × 32 tokens, and one more a row"
-    before, after = found["variants"]
-    for phase in phases.DECODING:
-        assert after[phase]["launches"] < before[phase]["launches"]
-        assert after[phase]["host_waits"] == 0
-        assert after[phase]["graph_replays"] == (phase == phases.STATIC)
-    held = 4 * 2 * 3 * 33 * 64 * 2  # layers, keys and values, rows, tokens, a head in bfloat16
-    assert after[phases.GROWING]["bytes"] > held
-    assert after[phases.STATIC]["peak_activation_bytes"] < held  # the cache is none of the step's
-
-
-@pytest.mark.parametrize(("arguments", "words"), [
-    (("bert", "--decode"), "does not go on with a text"),
-    (("qwen3", "--decode", "--checkpointing"), "has no backward"),
-    (("qwen3", "--decode", "--update"), "no update"),
-])  # fmt: skip
-def test_what_is_no_decoding_is_refused(arguments: tuple[str, ...], words: str) -> None:
-    assert words in refusal("inspect", *arguments)

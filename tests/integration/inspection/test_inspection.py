@@ -72,26 +72,28 @@ def run(model: PreTrainedModel, ids: torch.Tensor, training: bool) -> None:
 
 
 @swapped_or_not
-@in_training_or_not
 @pytest.mark.parametrize(
     "name", ["qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "qwen2_5_vl", "deepseek_v3", "mamba2"]
 )
-def test_launches_and_waits_are_those_of_the_device(name: str, training: bool, swapped: bool) -> None:
+def test_launches_and_waits_are_those_of_the_device(name: str, swapped: bool) -> None:
     real = zoo.build(name, torch.bfloat16).to("npu")
+    happened = {}
     with kernels(real, swapped):
         ids = torch.full((BATCH, TOKENS), TOKEN).to("npu")
-        run(real, ids, training)  # caches fill
-        real.zero_grad()
-        softnpu.reset_counters()
-        run(real, ids, training)
-        happened = Counter(softnpu.counters())
+        for training in (False, True):
+            run(real, ids, training)  # caches fill
+            real.zero_grad()
+            softnpu.reset_counters()
+            run(real, ids, training)
+            happened[training] = Counter(softnpu.counters())
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = Fake(type(real), real.config, torch.bfloat16)
         with kernels(fake.model, swapped):
-            counted = fake.count(training)
-    assert counted.waits == happened.pop("stream_syncs")
-    del happened["device_to_host_copies"]
-    assert computing(counted.launches) == computing(happened)
+            counted = {training: fake.count(training) for training in happened}
+    for training, counts in counted.items():
+        assert counts.waits == happened[training].pop("stream_syncs")
+        del happened[training]["device_to_host_copies"]
+        assert computing(counts.launches) == computing(happened[training])
 
 
 def config(model_type: str, layers: int, **others: object) -> object:
@@ -120,7 +122,6 @@ DEEPSEEK = {
 @pytest.mark.parametrize(
     ("model_type", "own", "kinds"),
     [
-        ("llama", {}, [4]),
         ("gemma3_text", {"sliding_window": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}, [3]),
         ("deepseek_v3", DEEPSEEK, [3, 3]),
     ],
@@ -217,57 +218,49 @@ def fused(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> None:
     torch.ops.npu.npu_grouped_matmul([x], [weight], group_list=counts.long(), **options)
 
 
-class TestRoofline:
-    """Products of a known number of operations, and copies of a known number of bytes."""
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
-    def seconds(self, function, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> float:
-        with FakeTensorMode():
-            tensors = [torch.empty(shape, dtype=dtype, device="npu") for shape in shapes]
-            with Counting(KnownValues(), SOC) as counting:
-                function(*tensors)
-        return counting.counts().estimate
 
-    def test_a_large_product_takes_what_its_operations_take(self) -> None:
-        shapes, operations = ((4096, 4096), (4096, 8192)), 2 * 4096 * 4096 * 8192
-        assert self.seconds(torch.matmul, *shapes) == pytest.approx(operations / 294.9e12)
-        assert self.seconds(torch.matmul, *shapes, dtype=torch.float16) == pytest.approx(operations / 313e12)
+SQUARE, WIDE, HEADS = (4096, 4096), (4096, 8192), (1, 8, 4096, 128)
 
-    def test_a_product_with_one_row_takes_what_its_bytes_take(self) -> None:
-        bytes_moved = 2 * (4096 + 4096 * 8192 + 8192)
-        assert self.seconds(torch.matmul, (1, 4096), (4096, 8192)) == pytest.approx(bytes_moved / SOC.bandwidth)
 
-    def test_an_elementwise_operator_takes_what_its_bytes_take(self) -> None:
-        assert self.seconds(torch.add, (4096, 4096), (4096, 4096)) == pytest.approx(3 * 2 * 4096**2 / SOC.bandwidth)
+@pytest.mark.parametrize(("function", "shapes", "dtype", "expected", "more"), [
+    # what operations take
+    (torch.matmul, (SQUARE, WIDE), torch.bfloat16, 2 * 4096 * 4096 * 8192 / 294.9e12, 0),
+    (torch.matmul, (SQUARE, WIDE), torch.float16, 2 * 4096 * 4096 * 8192 / 313e12, 0),
+    (fused, ((65536, 1024), (8, 1024, 1024), (8,)), torch.bfloat16, 2 * 65536 * 1024 * 1024 / 294.9e12, 0),
+    # of causal attention half of two products; and a mask is made
+    (attention, ((1, 32, 4096, 128), HEADS, HEADS), torch.bfloat16, 2 * 32 * 4096 * 4096 * 128 / 294.9e12, 0.05),
+    # what bytes take: those of a product with one row, and of an elementwise operator
+    (torch.matmul, ((1, 4096), WIDE), torch.bfloat16, 2 * (4096 + 4096 * 8192 + 8192) / SOC.bandwidth, 0),
+    (torch.add, (SQUARE, SQUARE), torch.bfloat16, 3 * 2 * 4096**2 / SOC.bandwidth, 0),
+])  # fmt: skip
+def test_an_operator_takes_what_its_operations_or_bytes_take(function, shapes, dtype, expected, more) -> None:
+    with FakeTensorMode():
+        tensors = [torch.empty(shape, dtype=dtype, device="npu") for shape in shapes]
+        with Counting(KnownValues(), SOC) as counting:
+            function(*tensors)
+    assert counting.counts().estimate == pytest.approx(expected, rel=more or 1e-6)
 
-    def test_grouped_products_count_each_row_once(self) -> None:
-        expected = 2 * 65536 * 1024 * 1024 / 294.9e12
-        assert self.seconds(fused, (65536, 1024), (8, 1024, 1024), (8,)) == pytest.approx(expected, rel=1e-6)
 
-    def test_products_by_groups_read_the_experts_that_have_tokens(self) -> None:
-        """Of 128, three: a token of a mixture reads no others, whatever multiplies them."""
+def test_products_by_groups_read_the_experts_that_have_tokens() -> None:
+    """Of 128, three: a token of a mixture reads no others, whatever multiplies them."""
 
-        def loop(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> None:
-            torch._grouped_mm(x, weight, offs=ends)
+    def loop(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> None:
+        torch._grouped_mm(x, weight, offs=ends)
 
-        def listed(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> None:
-            options = {"group_list": counts, "split_item": 2, "group_type": 0, "group_list_type": 1}
-            torch.ops.npu.npu_grouped_matmul([x], list(weight), **options)
+    def listed(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> None:
+        options = {"group_list": counts, "split_item": 2, "group_type": 0, "group_list_type": 1}
+        torch.ops.npu.npu_grouped_matmul([x], list(weight), **options)
 
-        for product in (fused, listed, loop):
-            with FakeTensorMode(), Counting(KnownValues(), SOC) as counting:
-                x, weight = (torch.empty(s, dtype=torch.bfloat16, device="npu") for s in ((3, 64), (128, 64, 32)))
-                product(x, weight, torch.empty(128, dtype=torch.int32, device="npu"))
-            moved = counting.bytes["mm" if product is loop else "npu_grouped_matmul"]
-            least = 2 * (3 * 64 + 3 * 64 * 32 + 3 * 32)
-            assert least <= moved <= least + 8 * 128 + 2 * 3 * 32  # and the counts, or what mm writes into
-
-    def test_causal_attention_takes_half_of_two_products(self) -> None:
-        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-        shape, key = (1, 32, 4096, 128), (1, 8, 4096, 128)
-        expected = 2 * 2 * 32 * 4096 * 4096 * 128 / 2 / 294.9e12
-        assert self.seconds(attention, shape, key, key) == pytest.approx(expected, rel=0.05)  # and a mask is made
+    for product in (fused, listed, loop):
+        with FakeTensorMode(), Counting(KnownValues(), SOC) as counting:
+            x, weight = (torch.empty(s, dtype=torch.bfloat16, device="npu") for s in ((3, 64), (128, 64, 32)))
+            product(x, weight, torch.empty(128, dtype=torch.int32, device="npu"))
+        moved = counting.bytes["mm" if product is loop else "npu_grouped_matmul"]
+        least = 2 * (3 * 64 + 3 * 64 * 32 + 3 * 32)
+        assert least <= moved <= least + 8 * 128 + 2 * 3 * 32  # and the counts, or what mm writes into
 
 
 def test_loops_that_write_into_a_tensor_run_once_on_fake_tensors() -> None:

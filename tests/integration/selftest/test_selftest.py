@@ -66,13 +66,18 @@ def test_every_function_and_layer_is_tested_in_three_dtypes() -> None:
     assert {identity.split(" | ")[0] for identity in quick} == {*REPOSITORIES, "models"}
 
 
+SHOWN = {(fault.repository, "gradient" in fault.what): fault for fault in FAULTS}  # one forward and one backward each
+
+
 def test_all_repositories_have_faults_forward_and_backward() -> None:
-    for name in REPOSITORIES:
-        backward = {"gradient" in fault.what for fault in FAULTS if fault.repository == name}
-        assert backward == {True, False}
+    assert set(SHOWN) == set(product(REPOSITORIES, (False, True)))
+    for fault in FAULTS:
+        assert fault.before in (ROOT / fault.repository / "build" / VARIANT / fault.file).read_text(), fault.name
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", [
+    pytest.param(fault, id=fault.name, marks=() if fault in SHOWN.values() else pytest.mark.long) for fault in FAULTS
+])  # fmt: skip
 def test_a_fault_of_one_per_cent_is_seen(tmp_path, fault: Fault) -> None:
     assert seen(fault, tmp_path)
 

@@ -89,10 +89,6 @@ def by_attribute(module, seen):
     return MethodType(wrapped, module)
 
 
-def by_object(module, seen):
-    return Recorder(module, seen)
-
-
 def by_table(module, seen):
     forwards = {id(module): type(module).forward}
 
@@ -119,7 +115,7 @@ def by_object_in_a_closure(module, seen):
     return wrapped
 
 
-SHOWN = [by_closure, by_default, by_attribute, by_compiler, by_object, by_object_in_a_closure]
+SHOWN = [by_closure, by_default, by_attribute, by_compiler, by_object_in_a_closure]
 HIDDEN = [by_partial, by_table]
 
 

@@ -27,7 +27,6 @@ PLACES = [
     ("qwen3", "Qwen3MLP"),
     ("qwen3", "Qwen3RotaryEmbedding"),
     ("gemma3_text", "Gemma3RMSNorm"),
-    ("gemma3_text", "Gemma3MLP"),
     ("phi3", "Phi3MLP"),
     ("qwen3_moe", "Qwen3MoeTopKRouter"),
     ("qwen3_moe", "Qwen3MoeExperts"),
@@ -35,14 +34,12 @@ PLACES = [
     ("llama4_text", "Llama4TextExperts"),  # these three are parts of what a kernel computes without a call of them
     ("dbrx", "DbrxExpertGLU"),
     ("ernie4_5_moe", "Ernie4_5_MoeStatics"),
-    ("gpt_oss", "GptOssRotaryEmbedding"),
     ("gpt_oss", "GptOssTopKRouter"),
     ("gpt_oss", "GptOssExperts"),
     ("qwen3_next", "Qwen3NextRMSNormGated"),
+    ("qwen3_next", "Qwen3NextGatedDeltaNet"),
     ("bert", "BertSelfOutput"),
-    ("t5", "T5LayerNorm"),
     ("gpt2", "NewGELUActivation"),
-    ("clip", "QuickGELUActivation"),
 ]
 
 
@@ -153,15 +150,8 @@ def test_it_computes_from_the_next_call_on_and_whenever_kernels_are_looked_at(su
     model.set_use_kernels(True)
     for change in CHANGES:
         with subtests.test(change.__name__), torch.no_grad():
-            looks = train_without_dropout, lambda model: model.eval()
+            looks = train_without_dropout, kernels_ext_npu.restore, kernels_ext_npu.kernelize
             assert_counts(change, kind, (original, model), partial(output, name=name), *looks)
-
-
-@pytest.mark.parametrize("end", [kernels_ext_npu.restore, lambda model: kernels_ext_npu.unregister()])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize(("name", "kind"), [("qwen3", "Qwen3MLP"), ("qwen3_moe", "Qwen3MoeTopKRouter")])
-def test_it_stays_when_kernels_go(name: str, kind: str, change: Change, end: Callable) -> None:
-    assert_counts(change, kind, (zoo.build(name), kernelized(name)), partial(output, name=name), end)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -195,19 +185,6 @@ def test_it_may_take_more_than_what_it_is_in_the_place_of() -> None:
         assert_near(mlp(x, 2), 2 * expected)
 
 
-def test_a_wrapper_goes_on_with_what_it_wraps() -> None:
-    """It holds what the class had when the module was wrapped, whatever the class is given then."""
-    original, model = zoo.build("qwen3"), kernelized("qwen3")
-    unchanged = output(original, "qwen3")
-    for each in (original, model):
-        for mlp in of_class(each, "Qwen3MLP"):
-            inner = mlp.forward
-            mlp.forward = lambda x, _inner=inner: _inner(x)  # type: ignore[method-assign]
-    with class_forward("Qwen3MLP", original, model):
-        assert_near(output(original, "qwen3"), unchanged)
-        assert_near(output(model, "qwen3"), unchanged)
-
-
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("cls", [Qwen3MoeSparseMoeBlock, DeepseekV3MoE])
 def test_experts_in_a_list_are_called_then(cls: type[nn.Module], change) -> None:
@@ -236,9 +213,6 @@ def test_layers_with_adapters_are_called_then(change) -> None:
     ("qwen3", "Qwen3RMSNorm", [3]),
     ("qwen3", "Qwen3MLP", [None]),
     ("qwen3", "Qwen3RotaryEmbedding", [torch.ones(1, 2, 64), None]),
-    ("gemma3_text", "Gemma3RotaryEmbedding", [torch.ones(1, 2, 64), torch.ones(1, 2), None]),
-    ("gpt2", "NewGELUActivation", [[1.0, 2.0]]),
-    ("clip", "QuickGELUActivation", [None]),
     ("bert", "BertSelfOutput", [torch.ones(1, 2, 64), None]),
     ("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", [torch.ones(64)]),
 ])  # fmt: skip

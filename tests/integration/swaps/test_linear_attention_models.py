@@ -173,7 +173,7 @@ def test_packed_sequences_give_what_they_give_alone(name: str) -> None:
     assert_near(packed, alone)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "glm5_next", "mamba"])
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_it_trains_as_without(name: str, reentrant: bool) -> None:
     found = []
@@ -207,22 +207,3 @@ def test_a_convolution_of_packed_rows_has_any_activation() -> None:
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32, device="npu")
     found = convolve(x.npu(), weight.npu(), bias.npu(), "relu", cu_seqlens=bounds)
     assert_near(found, torch.cat([convolve(part, weight, bias, "relu") for part in x.split([4, 5], -1)], -1))
-
-
-@pytest.mark.parametrize("activation", ["silu", "sigmoid", "relu"])
-def test_who_watches_all_modules_sees_the_activation_of_a_gate(activation: str) -> None:
-    """And one that the kernel does not have is computed until the next look takes the kernel out."""
-    original, model = zoo.build("qwen3_5_text"), kernelized("qwen3_5_text")
-    norms = [next(m for m in each.modules() if "RMSNormGated" in type(m).__name__) for each in (original, model)]
-    x, gate = torch.randn(2, 3, 4, norms[0].weight.shape[0], generator=torch.Generator().manual_seed(0)).unbind()
-    for norm in norms:
-        norm.activation = activation
-    for _ in range(2):
-        assert_near(norms[1](x.npu(), gate.npu()), norms[0](x, gate))
-        register = nn.modules.module.register_module_forward_hook
-        handle = register(lambda module, _, output: 1.25 * output if module not in norms else None)
-        try:
-            assert_near(norms[1](x.npu(), gate.npu()), norms[0](x, gate))
-        finally:
-            handle.remove()
-        kernels_ext_npu.kernelize(model)

@@ -135,24 +135,3 @@ def test_a_step_with_adapters_moves_less(dropout: float, most: tuple[float, floa
     assert counts.launches.total() <= most[0] * before.launches.total()
     assert counts.bytes.total() <= most[1] * before.bytes.total()
     assert counts.peak <= most[2] * before.peak
-
-
-@pytest.mark.parametrize(
-    ("model", "fewer"), [("deepseek_v3", 58 * 17), pytest.param("glm4_moe", 45 * 16, marks=pytest.mark.long)]
-)
-def test_routers_of_whole_models_launch_three_times(registered, model, fewer) -> None:
-    """In place of 20; GLM's one group saves a copy of the mask of groups.
-
-    At their real sizes and in bfloat16, with the bias in float32, as from_pretrained keeps it.
-    """
-    found = []
-    with published(model) as (built, counts):
-        counts("forward")  # makes the mask that later forwards share
-        for prepare in (lambda each: None, kernels_ext_npu.restore):
-            for module in built.modules():
-                if type(module).__name__.endswith("TopkRouter"):
-                    prepare(module)
-            found.append(counts("forward"))
-    ours, without = found
-    assert without.launches.total() - ours.launches.total() == fewer
-    assert ours.waits <= without.waits

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM, StaticCache
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
 import kernels_ext_npu
@@ -67,22 +67,6 @@ def test_a_step_of_36_layers(rows: int, padding: int, static: bool, most: int) -
     assert counted.get("logical_not", 0) <= 1  # of masks
 
 
-def test_a_step_of_gemma_adds_no_one_to_the_weights_of_norms() -> None:
-    """19 launches a layer: norms and products, six each, two sums, q and k, two of the cache, attention and the gate.
-
-    And 20 of a forward: embedding, two tables of rotations, the last norm and the head.
-    """
-    config = Gemma3TextConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=6, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=64, max_position_embeddings=128,
-    )  # fmt: skip
-    model = kernels_ext_npu.kernelize(Gemma3ForCausalLM(config).eval().to(torch.bfloat16).to("npu"))
-    _, counted = step(model)
-    assert counted["npu_gemma_rms_norm"] == 6 * config.num_hidden_layers + 1
-    assert "npu_rms_norm" not in counted
-    assert sum(counted.values()) <= 19 * config.num_hidden_layers + 20
-
-
 @pytest.mark.parametrize("name", ["qwen3", "llama", "mixtral", "qwen2", "gpt_oss", "gemma3_text", "olmo2", "granite"])
 def test_logits_are_those_on_the_cpu(name: str) -> None:
     model = zoo.build(name).eval()
@@ -135,17 +119,6 @@ def test_hooks_on_a_norm_and_on_a_layer_see_what_they_saw() -> None:
         assert_equal(found, other)
 
 
-def test_training_and_prompts_are_as_they_were() -> None:
-    ours = kernels_ext_npu.kernelize(qwen3().to("npu"))
-    softnpu.reset_counters()
-    ids = torch.ones(2, 1, dtype=torch.long, device="npu")
-    ours(ids, use_cache=False, labels=ids).loss.backward()
-    assert all(parameter.grad is not None for parameter in ours.parameters())
-    with torch.no_grad():
-        ours(torch.ones(2, 5, dtype=torch.long, device="npu"), use_cache=False)
-    assert LAUNCH not in softnpu.counters()
-
-
 def through_data(output: Any) -> None:
     """Write to what a layer gives so that no version tells."""
     (output[0] if isinstance(output, tuple) else output).data.add_(1.5)
@@ -153,10 +126,6 @@ def through_data(output: Any) -> None:
 
 def hook_behind(model: Any) -> None:
     model.model.layers[0].register_forward_hook(lambda module, args, output: through_data(output))
-
-
-def hook_before_the_next(model: Any) -> None:
-    model.model.layers[1].register_forward_pre_hook(lambda module, args: through_data(args))
 
 
 def hook_of_all_modules(model: Any) -> Any:
@@ -177,16 +146,7 @@ def wrapper(model: Any) -> None:
     first.forward = forward
 
 
-def other_class(model: Any) -> None:
-    class Written(Qwen3DecoderLayer):
-        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-            through_data(output := super().forward(*args, **kwargs))
-            return output
-
-    model.model.layers[0].__class__ = Written
-
-
-@pytest.mark.parametrize("change", [hook_behind, hook_before_the_next, hook_of_all_modules, wrapper, other_class])
+@pytest.mark.parametrize("change", [hook_behind, hook_of_all_modules, wrapper])
 def test_what_is_written_behind_a_layer_without_a_version_is_seen(change: Callable[[Any], Any]) -> None:
     found = []
     ours = kernels_ext_npu.kernelize(qwen3().to("npu"))

@@ -29,7 +29,9 @@ HOOKS = (
     "hook_the_gradients_of_all_modules",
 )  # fmt: skip
 COPIES = ("copy_deeply", "copy_shallowly", "pickle_it", "train_a_copy")
-WRITES = ("step_with_sgd", "step_by_mezo", "move_to_the_cpu_and_back", "keep_only_the_outputs")
+WRITES = (
+    "step_with_sgd", "step_by_mezo", "move_to_the_cpu_and_back", "cast_to_bfloat16_and_back", "keep_only_the_outputs",
+)  # fmt: skip
 LOOK = ("look_at_kept_outputs", 2)  # at all that are kept
 # of all modules, of linear layers and of activations; and of layer norms
 CALLED = {"dense": (1, 2, 5), "experts": (5,), "linear attention": (5,), "two models in one": (1,)}

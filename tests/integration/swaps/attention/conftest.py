@@ -1,4 +1,4 @@
-"""Which attention is computed on chosen keys, and where."""
+"""Which attention is computed on latents and on chosen keys, and where."""
 
 import pytest
 from torch import Tensor
@@ -6,18 +6,30 @@ from torch import Tensor
 from kernels_ext_npu.swaps.attention import latents
 
 
+def watched(monkeypatch: pytest.MonkeyPatch, *methods: str) -> list[int]:
+    """Return the numbers of queries of each attention that methods of latents compute from now on."""
+    queries: list[int] = []
+    for name in methods:
+        method = getattr(latents.Latents, name)
+
+        def noted(self, call, query: Tensor, *rest, method=method) -> Tensor:
+            queries.append(query.shape[2])
+            return method(self, call, query, *rest)
+
+        monkeypatch.setattr(latents.Latents, name, noted)
+    return queries
+
+
 @pytest.fixture
 def chosen(monkeypatch) -> list[int]:
     """The numbers of queries of each attention to chosen keys."""
-    queries: list[int] = []
-    attend = latents.Latents.attend_chosen
+    return watched(monkeypatch, "attend_chosen")
 
-    def noted(self, call, query: Tensor, *rest) -> Tensor:
-        queries.append(query.shape[2])
-        return attend(self, call, query, *rest)
 
-    monkeypatch.setattr(latents.Latents, "attend_chosen", noted)
-    return queries
+@pytest.fixture
+def on_latents(monkeypatch) -> list[int]:
+    """The numbers of queries of each attention that is computed on latents."""
+    return watched(monkeypatch, "attend", "attend_chosen")
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     EsmcConfig,
     EsmcModel,
     GitConfig,
@@ -38,17 +37,15 @@ def eager(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-@pytest.fixture
-def git() -> GitForCausalLM:
-    vision = {key: TEXT[key] for key in TEXT.keys() - {"vocab_size"}} | {"image_size": 8, "patch_size": 4}
-    return GitForCausalLM(GitConfig(**TEXT, vision_config=vision)).eval()
-
-
 # ---- modules that compute by themselves ------------------------------------------------------------------------------
-def test_a_part_that_calls_attention_by_no_name_keeps_its_mask_and_the_others_are_served(registered, git) -> None:
+def test_a_part_that_calls_attention_by_no_name_keeps_its_mask_and_the_others_are_served(registered) -> None:
     """The text of Git adds its mask to scores; its vision tower calls attention by name."""
+    vision = {key: TEXT[key] for key in TEXT.keys() - {"vocab_size"}} | {"image_size": 8, "patch_size": 4}
+    git = GitForCausalLM(GitConfig(**TEXT, vision_config=vision)).eval()
     with torch.no_grad():
         randomise(git, 0)
+    with pytest.warns(UserWarning, match=f"{NAME}: Git.* does not call its attention by name, and keeps eager"):
+        git.set_attn_implementation(NAME)
     ids, pixels = torch.arange(3, 13)[None], torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = git(input_ids=ids, pixel_values=pixels).logits
@@ -61,16 +58,6 @@ def test_a_part_that_calls_attention_by_no_name_keeps_its_mask_and_the_others_ar
         row.class_name: row.reason for row in kernels_ext_npu.report(ours) if row.reason and "by a name" in row.reason
     }
     assert set(kept) == {"GitSelfAttention"}
-
-
-@pytest.mark.parametrize("way", ["from_config", "set_attn_implementation"])
-def test_who_asks_for_it_there_is_told(registered, git, way) -> None:
-    ask = partial(git.set_attn_implementation, NAME)
-    if way == "from_config":
-        ask = partial(AutoModelForCausalLM.from_config, git.config, attn_implementation=NAME)
-    with pytest.warns(UserWarning, match=f"{NAME}: Git.* does not call its attention by name, and keeps eager"):
-        git = ask() or git
-    assert git.config._attn_implementation == "eager"
 
 
 # ---- files that refuse a flash attention, or leave it ----------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Every class that calls attention by name: ours on the NPU against eager attention in float32 on the CPU."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -18,6 +18,7 @@ from tests.support.attention_models import on_npu
 from tests.support.zoo import Inputs
 
 NAME = "npu_flash_attention"
+Batch = tuple[str, Inputs, types.Rows]
 # Both are float32, with sums in another order, through layers whose weights are drawn without a scale; gradients are
 # sums over all rows, those of padding too.
 FLOAT32 = 5e-5
@@ -58,9 +59,10 @@ def without_kernels() -> Iterator[None]:
     kernels_ext_npu.register()
 
 
-def differences(name: str, model: PreTrainedModel, ours: PreTrainedModel) -> Iterator[tuple[str, float]]:
+def assert_same_outputs_and_gradients(batches: Iterable[Batch], model: PreTrainedModel, ours: PreTrainedModel) -> None:
     """Compare outputs and all gradients of each batch."""
-    for batch, inputs, rows in types.batches(name, model):
+    apart = {}
+    for batch, inputs, rows in batches:
         outputs = []
         for each, given in ((model, inputs), (ours, on_npu(inputs))):
             each.zero_grad()
@@ -69,18 +71,19 @@ def differences(name: str, model: PreTrainedModel, ours: PreTrainedModel) -> Ite
             if output.requires_grad:
                 weights = torch.linspace(-9, 9, output.numel()).sin().view(output.shape)
                 (output * weights.to(output.device)).sum().backward()
-        yield batch, difference(outputs[1], outputs[0])
+        apart[batch] = difference(outputs[1], outputs[0])
         found = dict(ours.named_parameters())
         for key, parameter in model.named_parameters():
             if parameter.grad is not None:
-                yield f"{batch}: {key}", difference(found[key].grad, parameter.grad)
+                apart[f"{batch}: {key}"] = difference(found[key].grad, parameter.grad)
+    assert {what: far for what, far in apart.items() if not far <= FLOAT32} == {}
 
 
 @pytest.mark.parametrize("is_named", [True, False], ids=["named", "unnamed"])
 @pytest.mark.parametrize("name", ALL)
 def test_outputs_and_gradients_are_those_of_eager_attention(registered, name, is_named) -> None:
     model, ours = pair(name, is_named)
-    assert {what: apart for what, apart in differences(name, model, ours) if not apart <= FLOAT32} == {}
+    assert_same_outputs_and_gradients(types.batches(name, model), model, ours)
 
 
 def in_steps(model: PreTrainedModel, tokens: Tensor, mask: Tensor) -> Tensor:
@@ -94,20 +97,14 @@ def in_steps(model: PreTrainedModel, tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 def decodes(name: str) -> bool:
-    return name in types.CLASSES and name.endswith(("ForCausalLM", "LMHeadModel")) and name not in NO_DECODERS
-
-
-# their configs say that they are encoders, unless they are told otherwise
-NO_DECODERS = {
-    "BertLMHeadModel", "CamembertForCausalLM", "Data2VecTextForCausalLM", "ElectraForCausalLM", "ErnieForCausalLM",
-    "RoCBertForCausalLM", "RobertaForCausalLM", "RobertaPreLayerNormForCausalLM", "XLMRobertaForCausalLM",
-    "XLMRobertaXLForCausalLM",
-}  # fmt: skip
+    return name in types.CLASSES and name.endswith(("ForCausalLM", "LMHeadModel"))
 
 
 @pytest.mark.parametrize("name", [param for param in ALL if decodes(getattr(param, "values", [param])[0])])
 def test_steps_over_a_cache_and_greedy_tokens_are_those_of_eager_attention(registered, name) -> None:
     model, ours = pair(name)
+    if not getattr(model.config, "is_decoder", True):
+        pytest.skip("its config says that it is an encoder")
     _, inputs, rows = list(types.batches(name, model))[1]  # padded on the left
     tokens, mask = inputs["input_ids"], inputs["attention_mask"]
     expected, found = in_steps(model, tokens, mask), in_steps(ours, tokens.npu(), mask.npu())
@@ -118,7 +115,7 @@ def test_steps_over_a_cache_and_greedy_tokens_are_those_of_eager_attention(regis
         assert ours.generate(tokens.npu(), attention_mask=mask.npu(), **options).tolist() == expected.tolist()
 
 
-def compiled(model: PreTrainedModel, batches: list[tuple[str, Inputs, types.Rows]]) -> tuple[list[Tensor], int, int]:
+def compiled(model: PreTrainedModel, batches: list[Batch]) -> tuple[list[Tensor], int, int]:
     """Compile a model, and return its outputs, of how many graphs it is, and how many frames are in none.
 
     Breaks are not counted: each is one in every frame around it.

@@ -7,12 +7,11 @@ import pytest
 import torch
 import transformers
 from torch import Generator, Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from kernels_ext_npu.matching import classification
-from tests.integration.swaps.attention.test_attention_types import FLOAT32, NAME, difference
+from tests.integration.swaps.attention.test_attention_types import NAME, assert_same_outputs_and_gradients
 from tests.support import attention_types as types
-from tests.support.attention_models import on_npu
 from tests.support.zoo import Inputs, randomise
 
 pytestmark = pytest.mark.long
@@ -53,18 +52,6 @@ def mimi(generator: Generator) -> Made:
         upsample_groups=64, sampling_rate=200, frame_rate=12.5,
     )  # fmt: skip
     return "MimiModel", config, {"input_values": torch.randn(2, 1, 320, generator=generator)}
-
-
-def csm(generator: Generator) -> Made:
-    sounds = {"num_codebooks": 4, "vocab_size": 30}
-    config = transformers.CsmConfig(
-        **TEXT, **sounds, text_vocab_size=50, codec_config=mimi(generator)[1].to_dict(), codebook_eos_token_id=29,
-        depth_decoder_config=TEXT | sounds | {"backbone_hidden_size": 64}, codebook_pad_token_id=28, bos_token_id=1,
-        eos_token_id=None, pad_token_id=0, audio_token_id=49, audio_eos_token_id=48,
-    )  # fmt: skip
-    mask = padded(9, slice(3))
-    inputs = {"input_ids": words(generator, 28, 2, 9, 4), "attention_mask": mask}
-    return "CsmForConditionalGeneration", config, inputs
 
 
 def dia(generator: Generator) -> Made:
@@ -121,23 +108,16 @@ def sam2(generator: Generator) -> Made:
     return "Sam2Model", config, inputs | {"pixel_values": torch.randn(1, 3, 64, 64, generator=generator)}
 
 
-def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model.eval()
-
-
 def contiguous(module: nn.Module, args: tuple) -> tuple:
     """What docs/troubleshooting.md says of GELUs that are given tensors as channels-last."""
     return tuple(x.contiguous() for x in args)
 
 
-@pytest.mark.parametrize("make", [detr, mimi, csm, dia, florence2, sam2], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [detr, mimi, dia, florence2, sam2], ids=lambda make: make.__name__)
 def test_outputs_and_gradients_are_those_of_eager_attention(registered, make: Callable[[Generator], Made]) -> None:
     name, config, inputs = make(Generator().manual_seed(0))
     torch.manual_seed(0)
-    model = without_dropout(getattr(transformers, name)._from_config(config))
+    model = types.without_dropout(getattr(transformers, name)._from_config(config))
     with torch.no_grad():
         randomise(model, 0)
     ours = copy.deepcopy(model).to("npu")
@@ -147,15 +127,4 @@ def test_outputs_and_gradients_are_those_of_eager_attention(registered, make: Ca
     assert any(classification.attention_refusal(type(module)) is None for module in types.served(model))
     model.set_attn_implementation("eager")
     ours.set_attn_implementation(NAME)
-    rows, found = types.seen(model, inputs), []
-    for each, given in ((model, inputs), (ours, on_npu(inputs))):
-        outputs = [x for x in each(**given).to_tuple() if isinstance(x, Tensor)]
-        outputs = [types.kept(x, rows) for x in outputs]
-        weights = [torch.linspace(-9, 9, x.numel()).sin().view(x.shape).to(x.device) for x in outputs]
-        sum((x * w).sum() for x, w in zip(outputs, weights) if x.requires_grad).backward()
-        grads = {key: p.grad for key, p in each.named_parameters() if p.grad is not None}
-        found.append({f"output {n}": x for n, x in enumerate(outputs)} | grads)
-    expected, given = found
-    assert given.keys() == expected.keys()
-    apart = {key: difference(given[key], wanted) for key, wanted in expected.items()}
-    assert {key: far for key, far in apart.items() if not far <= FLOAT32} == {}
+    assert_same_outputs_and_gradients([(name, inputs, types.seen(model, inputs))], model, ours)

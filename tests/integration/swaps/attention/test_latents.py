@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import DeepseekV3Config, DynamicCache, StaticCache
+from transformers import DeepseekV3Config, DynamicCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import kernels_ext_npu
@@ -19,7 +19,7 @@ import softnpu
 from kernels_ext_npu.swaps.attention import latents
 from tests.support.counted import counted
 from tests.support.decoding_steps import KEYS, assert_same_steps, steps
-from tests.support.nearness import TOLERANCE, assert_near
+from tests.support.nearness import assert_near
 from tests.support.sparse_models import made
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -29,26 +29,6 @@ MODELS = [
     *("MiniCPM3ForCausalLM", "Mistral4ForCausalLM", "YoutuForCausalLM"),
 ]
 _METHOD = "def expand_kv("
-
-
-@pytest.fixture
-def on_latents(monkeypatch) -> list[int]:
-    """The numbers of queries of each attention that is computed on latents."""
-    queries: list[int] = []
-    attend = latents.Latents.attend
-    of_chosen = latents.Latents.attend_chosen
-
-    def to_all(self, call, query: Tensor) -> Tensor:
-        queries.append(query.shape[2])
-        return attend(self, call, query)
-
-    def to_chosen(self, call, query: Tensor, *rest) -> Tensor:
-        queries.append(query.shape[2])
-        return of_chosen(self, call, query, *rest)
-
-    monkeypatch.setattr(latents.Latents, "attend", to_all)
-    monkeypatch.setattr(latents.Latents, "attend_chosen", to_chosen)
-    return queries
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -65,16 +45,6 @@ def test_tokens_that_see_fewer_keys_than_are_chosen_are_computed_on_latents(on_l
             each.index_topk = 2 * KEYS
     assert_same_steps(model, ours)
     assert set(on_latents) == {1, 3}
-
-
-def test_a_static_cache_holds_what_it_held_and_may_be_taken_over(on_latents) -> None:
-    model, ours = made("deepseek_v3")
-    caches = [StaticCache(config=each.config, max_cache_len=KEYS) for each in (model, ours)]
-    assert_same_steps(model, ours, caches)
-    assert on_latents
-    for theirs, mine in zip(*(cache.layers for cache in caches)):
-        assert mine.keys.shape == theirs.keys.shape == (2, 1, KEYS, model.config.kv_lora_rank)
-        assert (mine.keys.cpu() - theirs.keys)[1].norm() <= TOLERANCE * theirs.keys.norm()  # of the row without padding
 
 
 def test_few_queries_are_no_further_from_float64_than_many(on_latents) -> None:

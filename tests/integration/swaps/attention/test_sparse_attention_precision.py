@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from importlib import import_module
-from types import ModuleType
 
 import pytest
 import torch
@@ -33,10 +32,10 @@ def module() -> DeepseekV32Attention:
     return module
 
 
-def in_bfloat16(exact: DeepseekV32Attention, kernel: ModuleType) -> DeepseekV32Attention:
-    ours = copy.deepcopy(exact).bfloat16().npu()
+def served(exact: DeepseekV32Attention, dtype: torch.dtype, implementation: str = "sdpa") -> DeepseekV32Attention:
+    ours = copy.deepcopy(exact).to(dtype).npu()
     ours.config = ours.indexer.config = copy.deepcopy(exact.config)
-    ours.config._attn_implementation = "npu_flash_attention"
+    ours.config._attn_implementation = implementation
     return kernels_ext_npu.kernelize(torch.nn.ModuleDict({"attention": ours}))["attention"]
 
 
@@ -46,7 +45,7 @@ def test_chosen_keys_are_no_further_from_float64_than_all(module, chosen, monkey
     kernel = kernels_ext_npu.load("FlashAttention")
     if not operators:
         monkeypatch.setattr(import_module(f"{kernel.__name__}.limits"), "CANN", (8, 3))
-    ours = in_bfloat16(module, kernel)
+    ours = served(module, torch.bfloat16, "npu_flash_attention")
     x, table = torch.randn(2, 48, 64).bfloat16(), torch.randn(2, 1, 48, 64).bfloat16()
     causal = torch.ones(48, 48, dtype=torch.bool).tril()[None, None]
     added = torch.zeros(1, 1, 48, 48, dtype=torch.float64).masked_fill(~causal, -torch.inf)
@@ -107,11 +106,7 @@ def test_autocast_is_as_near_to_float64_as_expanded_keys(module, chosen, always)
         gradients = [given.grad, *(p.grad for p in parameters() if p.grad is not None)]
         return out.detach().cpu().double(), torch.cat([gradient.cpu().double().flatten() for gradient in gradients])
 
-    ours, plain = (copy.deepcopy(module).float().npu() for _ in range(2))
-    for each in (ours, plain):
-        each.config = each.indexer.config = copy.deepcopy(module.config)
-        each.config._attn_implementation = "sdpa"
-        kernels_ext_npu.kernelize(torch.nn.ModuleDict({"attention": each}))
+    ours, plain = served(module, torch.float32), served(module, torch.float32)
     setattr(plain, serving.PLAIN, True)
     exact = trained(module, torch.zeros(1, 1, 48, 48, dtype=torch.float64).masked_fill(~causal, -torch.inf))
     few = trained(ours, kernel.attention_mask(2, 48, 48, device="npu", allow_is_causal_skip=False))
@@ -126,10 +121,7 @@ def test_under_autocast_keys_are_chosen_no_worse_than_by_the_class_itself(module
     """By what chosen keys score in float64 in all: transformers rounds scores to bfloat16."""
     x, residual, table = torch.randn(2, 48, 64), torch.randn(2, 48, 24), torch.randn(2, 1, 48, 64)
     seen = torch.ones(48, 48, dtype=torch.bool).tril().expand(2, -1, -1)
-    ours = copy.deepcopy(module).float().npu()
-    ours.config = ours.indexer.config = copy.deepcopy(module.config)
-    ours.config._attn_implementation = "sdpa"
-    kernels_ext_npu.kernelize(torch.nn.ModuleDict({"attention": ours}))
+    ours = served(module, torch.float32)
     with torch.autocast("npu", torch.bfloat16):
         given = x.npu(), residual.npu(), tuple(table.npu()), seen.npu(), None
         mine = ours.indexer(*given).cpu().long()

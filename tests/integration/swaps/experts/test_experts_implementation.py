@@ -52,12 +52,6 @@ def test_a_model_on_the_npu_takes_it_without_being_asked(registered, checkpoint,
     assert NAME not in (tmp_path / "config.json").read_text()
 
 
-def test_a_model_inside_of_another_takes_it(registered) -> None:
-    model = zoo.build("qwen3_vl_moe").to("npu")
-    assert model.config.text_config._experts_implementation == NAME
-    assert all(row.swapped for row in rows(model))
-
-
 @pytest.mark.parametrize("named", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("use_kernels", [False, True])
 def test_who_names_another_one_gets_it(registered, checkpoint, named, use_kernels) -> None:
@@ -68,19 +62,6 @@ def test_who_names_another_one_gets_it(registered, checkpoint, named, use_kernel
     assert not row.swapped
     if use_kernels:
         assert row.reason == f"the experts implementation {named} was asked for"
-
-
-@pytest.mark.parametrize("named", ["eager", "grouped_mm"])
-def test_what_is_named_later_counts_for_swapped_modules_too(registered, checkpoint, named) -> None:
-    model = load(checkpoint("qwen3_moe"), use_kernels=True)
-    assert [row.reason for row in rows(model)] == [None, None]
-    model.set_experts_implementation(named)
-    assert grouped_products(model) == 0
-    assert not any(row.swapped for row in rows(model))
-    kernels_ext_npu.kernelize(model)
-    assert grouped_products(model) == 0
-    model.set_experts_implementation(NAME)
-    assert grouped_products(model) == 4
 
 
 def test_a_model_that_was_loaded_before_takes_it_when_it_is_kernelized(checkpoint) -> None:
@@ -109,14 +90,6 @@ def test_unregister_takes_it_out_and_gives_the_default_back(checkpoint) -> None:
     assert load(checkpoint("qwen3_moe")).config._experts_implementation == "grouped_mm"
     with pytest.raises(ValueError, match="not supported"):
         load(checkpoint("qwen3_moe"), experts_implementation=NAME)
-
-
-def test_on_the_cpu_it_is_transformers_default(registered, checkpoint) -> None:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3_moe"))
-    found = logits(model)
-    kernels_ext_npu.unregister()
-    assert model.config._experts_implementation == "grouped_mm"
-    assert torch.equal(found, logits(model))
 
 
 @pytest.mark.parametrize("way", ["by name", "kernelized"])

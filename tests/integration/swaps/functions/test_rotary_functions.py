@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu.swaps import functions
 from tests.support import zoo
 from tests.support.rotary_functions import calls, forward, modeling
@@ -83,14 +82,3 @@ def test_what_somebody_else_puts_in_its_place_stays(monkeypatch) -> None:
     kernels_ext_npu.restore(model)
     kernels_ext_npu.unregister()
     assert modeling("phi3").apply_rotary_pos_emb is replacement
-
-
-def test_a_step_of_generation_is_one_launch_a_layer_at_any_batch(registered) -> None:
-    model = kernelized("qwen3")
-    ids = torch.randint(2, 90, (16, 4), device="npu")
-    with torch.no_grad():
-        cache = model(ids, use_cache=True).past_key_values
-        softnpu.reset_counters()
-        model(ids[:, :1], past_key_values=cache, use_cache=True)
-    assert softnpu.counters()["npu_mrope"] == model.config.num_hidden_layers
-    assert "npu_rotary_mul" not in softnpu.counters()

@@ -12,7 +12,6 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import kernels_ext_npu
@@ -41,33 +40,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Int8Linear(nn.Linear):
-    """A frozen weight in int8 with a scale for each row, as quantised bases have."""
-
-    @classmethod
-    def of(cls, linear: nn.Linear) -> Int8Linear:
-        made = cls(linear.in_features, linear.out_features, bias=False, dtype=linear.weight.dtype)
-        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
-        made.weight = nn.Parameter((linear.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
-        made.register_buffer("scale", scale)
-        return made
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, (self.weight.to(self.scale.dtype) * self.scale).to(x.dtype))
-
-
-def adapted(base: nn.Module, options: dict[str, Any], device: str, first: bool = False) -> PeftModel:
-    """With kernels on the NPU, swapped in before the adapters or after them."""
+def adapted(base: nn.Module, options: dict[str, Any], device: str) -> PeftModel:
+    """With kernels on the NPU, swapped in before the adapters; those of test_adapted_layers.py are after them."""
     model = copy.deepcopy(base).to(device)
-    if device == "npu" and first:
+    if device == "npu":
         kernels_ext_npu.kernelize(model)
     torch.manual_seed(1)
     model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **options)).train()
     return kernels_ext_npu.kernelize(model) if device == "npu" else model
 
 
-def same_adapters(base: nn.Module, options: dict[str, Any], first: bool = False) -> tuple[PeftModel, PeftModel]:
-    original, model = adapted(base, options, "cpu"), adapted(base, options, "npu", first)
+def same_adapters(base: nn.Module, options: dict[str, Any]) -> tuple[PeftModel, PeftModel]:
+    original, model = adapted(base, options, "cpu"), adapted(base, options, "npu")
     trained = {name: p for name, p in original.named_parameters() if p.requires_grad}
     model.load_state_dict({name: p.detach().npu() for name, p in trained.items()}, strict=False)
     return model, original
@@ -85,11 +69,10 @@ def assert_equal_gradients(name: str, model: PeftModel, original: PeftModel, bac
     assert_gradients_near(gradients(model), gradients(original))
 
 
-@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_adapters_are_trained_switched_off_merged_and_unloaded(case: str, first: bool) -> None:
+def test_adapters_are_trained_switched_off_merged_and_unloaded(case: str) -> None:
     name, options = CASES[case]
-    model, original = same_adapters(zoo.build(name), options, first)
+    model, original = same_adapters(zoo.build(name), options)
     assert_equal_gradients(name, model, original, backwards=2)
     with torch.no_grad():
         expected = logits(original, name)
@@ -105,20 +88,12 @@ def test_adapters_are_trained_switched_off_merged_and_unloaded(case: str, first:
 
 
 @pytest.mark.parametrize("checkpointing", [None, False, True])
-@pytest.mark.parametrize("quantise", ["torchao", "own class"])
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated")
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-def test_adapters_of_a_quantised_base_are_trained(quantise: str, checkpointing: bool | None) -> None:
+def test_adapters_of_a_quantised_base_are_trained(checkpointing: bool | None) -> None:
     """checkpointing is None or use_reentrant; without gradients of the inputs the second would train nothing."""
     base = zoo.build("qwen3").requires_grad_(False)
-    if quantise == "torchao":
-        quantize_(base, Int8WeightOnlyConfig(), lambda module, path: isinstance(module, nn.Linear) and "layers" in path)
-    else:
-        for layer in base.model.layers:
-            for parent in (layer.self_attn, layer.mlp):
-                for path, child in parent.named_children():
-                    if isinstance(child, nn.Linear):
-                        setattr(parent, path, Int8Linear.of(child))
+    quantize_(base, Int8WeightOnlyConfig(), lambda module, path: isinstance(module, nn.Linear) and "layers" in path)
     model, original = same_adapters(base, {"target_modules": ["q_proj", "v_proj", "down_proj"]})
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})

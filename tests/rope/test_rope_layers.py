@@ -11,12 +11,12 @@ from torch import Tensor
 import softnpu
 from kernels_ext_npu.matching.decorated import original_function
 from kernels_ext_npu.matching.lookup import find_pattern
+from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
 from kernels_ext_npu.selftest.comparing import InPlaceOfFloat32, doubled
-from kernels_ext_npu.selftest.layers.rotary_arguments import arguments
-from tests.support.rotations import results, tensors
+from kernels_ext_npu.selftest.layers.rotary_arguments import TABLES, arguments
 from tests.support.swapped import assert_no_further
 from tests.support.transformers_files import code, rotary_functions
 
@@ -36,6 +36,17 @@ def served() -> list[tuple[str, Callable, Pattern]]:
 
 def moved(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.to("npu") if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def results(function: Callable, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Return what a function returns, and the gradients of what it rotates."""
+    leaves = {
+        name: value.detach().requires_grad_(name not in TABLES) if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
+    outputs = tensors(function(**leaves))
+    torch.autograd.backward(outputs, [torch.linspace(-1, 1, out.numel()).view(out.shape).to(out) for out in outputs])
+    return [*(out.detach() for out in outputs), *(leaf.grad for leaf in tensors(leaves) if leaf.requires_grad)]
 
 
 def distance(found: Tensor, expected: Tensor) -> float:

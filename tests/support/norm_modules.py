@@ -14,8 +14,8 @@ def instance(cls: type[nn.Module], seed: int = 0) -> nn.Module:
     parameters = inspect.signature(cls).parameters
     given: dict[str, Any] = dict.fromkeys(("hidden_size", "dim", "hidden_dim", "num_features"), SIZE)
     given["config"] = type("Config", (), {"eps": 1e-5, "hidden_size": SIZE})
-    if "group_size" in parameters and parameters["group_size"].default is inspect.Parameter.empty:
-        given["group_size"] = SIZE // 4
+    if "group_size" in parameters:
+        given["group_size"] = SIZE // 4 if parameters["group_size"].default is inspect.Parameter.empty else None
     module = cls(**{name: value for name, value in given.items() if name in parameters})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

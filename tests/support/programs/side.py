@@ -167,14 +167,6 @@ class Side:
         path, _, leaf = name.rpartition(".")
         return self.model.get_submodule(path), leaf
 
-    def put(self, path: str, module: nn.Module) -> None:
-        """Put a module in the place of another one."""
-        parent, leaf = self.owner(path)
-        if leaf.isdigit():
-            parent[int(leaf)] = module  # type: ignore[operator]
-        else:
-            setattr(parent, leaf, module)
-
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors that the model and its user have, by name, the same one under each of its names."""
         found: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))

@@ -47,8 +47,8 @@ acts(
 
 
 def _give(side: Side, name: str, parameter: nn.Parameter) -> None:
-    module, leaf = side.owner(name)
-    module._parameters[leaf] = parameter
+    path, _, leaf = name.rpartition(".")
+    side.model.get_submodule(path)._parameters[leaf] = parameter
 
 
 @act()

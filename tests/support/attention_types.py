@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import transformers
 from torch import Generator, Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -20,16 +19,7 @@ CLASSES = (Path(__file__).resolve().parents[1] / "data" / "attention_types.txt")
 
 def build(name: str) -> PreTrainedModel:
     """Make a model of the zoo by its key, or of a class by its name, which drops nothing where it is trained."""
-    if name in zoo.ARCHITECTURES:
-        model = zoo.build(name)
-    else:
-        cls = getattr(transformers, name, None) or _inside(name)
-        small = zoo.VISION if "vision" in cls.config_class.__name__.lower() else zoo.SMALL
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
-            model = cls._from_config(zoo.configure(cls.config_class, {}, small))
-            zoo.randomise(model, 0)
-    return without_dropout(model)
+    return without_dropout(zoo.build(name))
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
@@ -95,13 +85,6 @@ def main_output(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     outputs = model(**inputs, **({"use_cache": False} if "use_cache" in accepted else {}))
     found = (getattr(outputs, name, None) for name in ("logits", "last_hidden_state"))
     return next(tensor for tensor in (*found, *zoo.tensors(outputs)) if isinstance(tensor, Tensor))
-
-
-def _inside(name: str) -> type[PreTrainedModel]:
-    """Return a class that only its own file names, such as one inside of a larger model."""
-    from tests.support.transformers_files import module_classes
-
-    return next(cls for cls in module_classes() if cls.__name__ == name)
 
 
 def _named_inputs(name: str, model: PreTrainedModel) -> Iterator[tuple[str, Inputs]]:

@@ -14,39 +14,33 @@ import importlib
 import json
 import os
 import runpy
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import types
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[2]
-TORCH = ["softnpu", "torch._dynamo", "scipy.optimize", "pandas", "pyarrow", "torchao"]
-TRANSFORMERS = [
+TORCH = ("softnpu", "torch._dynamo", "scipy.optimize", "pandas", "pyarrow", "torchao")
+TRANSFORMERS = (
     "kernels_ext_npu.cli",
     "kernels_ext_npu.lifecycle.register",
     "transformers.generation.utils",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
-]
+)
 SECONDS = 300  # until a process is killed
-LIMIT = 1 << 20  # of a request, in bytes
-FAMILY = socket.AF_UNIX, socket.SOCK_SEQPACKET
 
 
 class Forks:
-    """The two processes that others are forked from, each started when it is asked for; they end with this one."""
+    """The two processes that others are forked from, which import when they are asked; they end with this one."""
 
     def __init__(self) -> None:
-        self._of_torch: bytes | None = None
-        self._of_transformers: bytes | None = None
         self._errors = os.memfd_create("errors")
+        self._process: subprocess.Popen | None = None
 
     def run(
         self,
@@ -60,89 +54,56 @@ class Forks:
 
         A RuntimeError has what those that it is forked from have printed.
         """
-        if self._of_torch is None:
-            self._of_torch = self._serving(partial(self._start, inherited))
-        if not given and self._of_transformers is None:
-            self._of_transformers = self._serving(self._start_behind)
-        address = self._of_torch if given else self._of_transformers
+        if self._process is None:
+            self._start(inherited)
+        asked = self._of_torch if given else self._of_transformers
         request = {"code": code, "arguments": arguments, "directory": str(directory or Path.cwd())}
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            files = [out.fileno(), err.fileno()]
-            with _sent(address, request | {"environment": inherited | given}, files) as connection:
-                status = connection.recv(16)
-            if not status:
-                raise RuntimeError(_content(self._errors))
+        with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
+            request |= {"streams": [out.name, err.name], "environment": inherited | given}
+            with contextlib.suppress(BrokenPipeError):
+                print(json.dumps(request), file=asked, flush=True)
+            if not (status := asked.readline()):
+                raise RuntimeError(os.pread(self._errors, os.fstat(self._errors).st_size, 0).decode())
             end = os.waitstatus_to_exitcode(int(status))
-            return subprocess.CompletedProcess(arguments, end, *map(_content, files))
+            return subprocess.CompletedProcess(arguments, end, out.read(), err.read())
 
     def stop(self) -> None:
         """End them."""
         os.close(self._errors)
-        if self._of_torch is not None:
-            self._process.communicate()
+        if self._process is not None:
+            self._of_torch.close()
+            self._of_transformers.close()
+            self._process.wait()
 
-    def _serving(self, start: Callable[[socket.socket], None]) -> bytes:
-        with socket.socket(*FAMILY) as listener:
-            listener.bind("")
-            listener.listen()
-            start(listener)
-            return listener.getsockname()
-
-    def _start(self, environment: dict[str, str], listener: socket.socket) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(listener.fileno()), *TORCH],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=self._errors,
-            stderr=self._errors,
-            pass_fds=[listener.fileno()],
-        )
-
-    def _start_behind(self, listener: socket.socket) -> None:
-        _sent(self._of_torch, {"modules": TRANSFORMERS}, [listener.fileno()]).close()
-
-
-def _content(file: int) -> str:
-    return os.pread(file, os.fstat(file).st_size, 0).decode()
-
-
-def _sent(address: bytes | None, request: dict[str, Any], files: list[int]) -> socket.socket:
-    connection = socket.socket(*FAMILY)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LIMIT)
-    connection.connect(address)
-    socket.send_fds(connection, [json.dumps(request).encode()], files)
-    return connection
+    def _start(self, environment: dict[str, str]) -> None:
+        ours, theirs = zip(socket.socketpair(), socket.socketpair())
+        self._of_torch, self._of_transformers = (each.makefile("rw") for each in ours)
+        files = [each.fileno() for each in theirs]
+        command = [sys.executable, "-m", __name__, *map(str, files)]
+        errors = {"stdin": subprocess.DEVNULL, "stdout": self._errors, "stderr": self._errors}
+        self._process = subprocess.Popen(command, cwd=ROOT, env=environment, pass_fds=files, **errors)
+        for each in (*ours, *theirs):
+            each.close()
 
 
 # ---- in the other processes -----------------------------------------------------------------------------------------
-def serve(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Fork a process for each request; returns in it, with the request and its files."""
+def serve(asked: TextIO) -> dict[str, Any]:
+    """Fork a process for each request, and answer with how it ended; returns in it, with the request."""
     gc.collect()
     gc.freeze()  # the collector of a process neither visits nor copies what all of them share
-    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
-        connection, _ = listener.accept()
-        if os.fork():
-            connection.close()
-            continue
-        listener.close()
-        message, files, *_ = socket.recv_fds(connection, LIMIT, 2)
-        if process := os.fork():
-            _, status = os.waitpid(process, 0)
-            connection.send(str(status).encode())
-            os._exit(0)
-        connection.close()
-        return json.loads(message), files
-    with contextlib.suppress(ChildProcessError):  # the tests have ended
-        while True:
-            os.wait()
-    os._exit(0)
+    while line := asked.readline():
+        if not (process := os.fork()):
+            asked.close()
+            return json.loads(line)
+        print(os.waitpid(process, 0)[1], file=asked, flush=True)
+    os._exit(0)  # the tests have ended
 
 
-def become(request: dict[str, Any], files: list[int], own: dict[str, str]) -> None:
+def become(request: dict[str, Any], own: dict[str, str]) -> None:
     """Run what is asked for, in an environment with the variables that imports have set."""
     signal.alarm(SECONDS)
-    for stream, file in enumerate([os.open(os.devnull, os.O_RDONLY), *files]):
+    for stream, path in enumerate((os.devnull, *request["streams"])):
+        file = os.open(path, os.O_RDWR)
         os.dup2(file, stream)
         os.close(file)
     os.chdir(request["directory"])
@@ -166,14 +127,18 @@ def become(request: dict[str, Any], files: list[int], own: dict[str, str]) -> No
 
 if __name__ == "__main__":
     before = dict(os.environ)
-    request, files = {"modules": sys.argv[2:]}, [int(sys.argv[1])]
-    while "modules" in request:
-        for module in request["modules"]:
+    sockets = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
+    for module in TORCH:
+        importlib.import_module(module)
+    is_behind = not os.fork()
+    sockets.pop(not is_behind).close()
+    if is_behind and sockets[0].recv(1, socket.MSG_PEEK):  # when it is asked for the first time
+        for module in TRANSFORMERS:
             importlib.import_module(module)
-        request, files = serve(socket.socket(fileno=files[0]))
+    request = serve(sockets.pop().makefile("rw"))
     status: Any = 0
     try:
-        become(request, files, {name: value for name, value in os.environ.items() if before.get(name) != value})
+        become(request, {name: value for name, value in os.environ.items() if before.get(name) != value})
     except SystemExit as end:
         status = end.code or 0
         if isinstance(status, str):

@@ -5,8 +5,6 @@ import inspect
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.matching.lookup import find_pattern
-
 SIZE, INNER = 32, 64
 LIMIT = 0.5  # which some values reach
 # what is not in a config, by class
@@ -56,20 +54,13 @@ class Config:
         return SIZE
 
 
-def is_served(cls: type[nn.Module]) -> bool:
-    reference = find_pattern(cls)
-    return reference is not None and reference.repository == "SwiGLU"
-
-
 def instance(cls: type[nn.Module], activation: str = "silu", bias: bool = False, dropout: float = 0.0) -> nn.Module:
     """Make a small one with random weights."""
     config = Config(activation, bias, dropout)
     given = {}
-    for name, parameter in list(inspect.signature(cls.__init__).parameters.items())[1:]:
-        if name == "config":
-            given[name] = config
-        elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            given[name] = getattr(config, name)
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            given[name] = config if name == "config" else getattr(config, name)
     torch.manual_seed(0)
     module = cls(**given | GIVEN.get(cls.__name__, {}))
     for parameter in module.parameters():

@@ -11,23 +11,12 @@ SIZE = 32
 
 def instance(cls: type[nn.Module], seed: int = 0) -> nn.Module:
     """Make a small one with weights that are neither one nor zero."""
-    values: dict[str, Any] = {
-        "hidden_size": SIZE,
-        "dim": SIZE,
-        "hidden_dim": SIZE,
-        "num_features": SIZE,
-    }
-    required: dict[str, Any] = {}
-    for name, parameter in list(inspect.signature(cls.__init__).parameters.items())[1:]:
-        if name in values:
-            required[name] = values[name]
-        elif name == "group_size":
-            required[name] = SIZE // 4 if parameter.default is parameter.empty else None
-        elif name == "config":
-            required[name] = type("Config", (), {"eps": 1e-5, "hidden_size": SIZE})
-        elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            raise TypeError(f"{cls.__name__} wants {name}")
-    module = cls(**required)
+    parameters = inspect.signature(cls).parameters
+    given: dict[str, Any] = dict.fromkeys(("hidden_size", "dim", "hidden_dim", "num_features"), SIZE)
+    given["config"] = type("Config", (), {"eps": 1e-5, "hidden_size": SIZE})
+    if "group_size" in parameters:
+        given["group_size"] = SIZE // 4 if parameters["group_size"].default is inspect.Parameter.empty else None
+    module = cls(**{name: value for name, value in given.items() if name in parameters})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in module.parameters():

@@ -1,10 +1,8 @@
 """Tiny models with latent attention, and with sparse attention, whose indexers choose four keys."""
 
 import copy
-from importlib import import_module
 from typing import Any
 
-import transformers
 from transformers import PreTrainedModel
 
 import kernels_ext_npu
@@ -24,22 +22,10 @@ MODELS = {
 
 def made(name: str, **sizes: int) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Build a tiny model with all its weights drawn, of the zoo or of a class, and the same on the NPU with kernels."""
-    if name in zoo.ARCHITECTURES:
-        model = zoo.build(name)
-    else:
-        config: dict[str, Any] = zoo.MHA | MODELS.get(name, {}) | sizes
-        if "text_config" in config:
-            config["text_config"] |= sizes
-        cls = _class(name.partition(",")[0])
-        model = cls._from_config(zoo.configure(cls.config_class, config, zoo.SMALL)).eval()
-        zoo.randomise(model, 0)
+    config: dict[str, Any] = {} if name in zoo.ARCHITECTURES else zoo.MHA | MODELS.get(name, {}) | sizes
+    if "text_config" in config:
+        config["text_config"] = config["text_config"] | sizes
+    model = zoo.build(name.partition(",")[0], **config)
     ours = kernels_ext_npu.kernelize(copy.deepcopy(model).to("npu"))
     model.set_attn_implementation("eager")
     return model, ours
-
-
-def _class(name: str) -> type[PreTrainedModel]:
-    """Find a class that transformers exports, or one that is in its file alone."""
-    if hasattr(transformers, name):
-        return getattr(transformers, name)
-    return getattr(import_module("transformers.models.mistral_large4.modeling_mistral_large4"), name)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -178,14 +179,26 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
             tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    cls = getattr(transformers, ARCHITECTURES[name].model_class)
-    config = configure(cls.config_class, ARCHITECTURES[name].config, SMALL)
+def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any) -> PreTrainedModel:
+    """Make a model of the table, or of a class by its name, with small sizes and what is said of its config."""
+    known = ARCHITECTURES.get(name, Architecture("", name))
+    cls = find(known.model_class)
+    is_vision = name not in ARCHITECTURES and "vision" in cls.config_class.__name__.lower()
+    configured = configure(cls.config_class, {**known.config, **config}, VISION if is_vision else SMALL)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = cls._from_config(config, dtype=dtype)
+        model = cls._from_config(configured, dtype=dtype)
         randomise(model, seed)
     return model.eval()
+
+
+def find(name: str) -> type[PreTrainedModel]:
+    """Return a class that transformers exports, or one that is in its file alone, such as one inside a larger model."""
+    if hasattr(transformers, name):
+        return getattr(transformers, name)
+    files = Path(transformers.__file__).parent.glob("models/*/modeling_*.py")
+    file = next(file for file in files if f"class {name}(" in file.read_text("utf-8"))
+    return getattr(import_module(f"transformers.models.{file.parent.name}.{file.stem}"), name)
 
 
 def inputs(name: str, model: PreTrainedModel, batch: int = 2, length: int = 9, seed: int = 0) -> Inputs:

@@ -12,7 +12,7 @@ from transformers.integrations import hub_kernels
 
 import kernels_ext_npu
 from kernels_ext_npu.matching.lookup import find_pattern
-from tests.support.rotary_functions import calls, modeling
+from tests.support import served
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,8 @@ from tests.support.rotary_functions import calls, modeling
     ],
 )
 def test_functions_that_look_alike_get_the_layer_of_what_they_do(module, layer) -> None:
-    assert find_pattern(modeling(module).apply_rotary_pos_emb).layers[0] == layer
+    modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    assert find_pattern(modeling.apply_rotary_pos_emb).layers[0] == layer
 
 
 SOURCE = '''
@@ -113,7 +114,7 @@ def test_a_decorated_function_that_matches_nothing_gets_no_kernel_for_the_npu(wr
         model = module.Attention().to("npu")
         vars(model)["_kernel_funcs"] = {"rotary_pos_emb": module.apply_rotary_pos_emb}
         kernels_ext_npu.kernelize(model)
-        (row,) = calls(model)
+        (row,) = served.rows(model, "rotary calls")
         assert (row.swapped, row.kernel, row.reason) == (False, None, "no kernel computes what it computes")
         forward = vars(module.apply_rotary_pos_emb).get("forward")
         assert forward is None or forward.__func__ is type(module.apply_rotary_pos_emb).forward
@@ -132,5 +133,5 @@ def test_a_decorated_function_that_matches_nothing_gets_no_kernel_for_the_npu(wr
 def test_code_that_is_no_part_of_transformers_is_served_too(written, registered) -> None:
     module = written()
     model = kernels_ext_npu.kernelize(module.Attention().to("npu"))
-    (row,) = calls(model)
+    (row,) = served.rows(model, "rotary calls")
     assert (row.swapped, row.kernel, row.path) == (True, "RotaryPosEmb", "apply_rotary_pos_emb")

@@ -14,7 +14,7 @@ from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP
 from tests.support import swapped as swapping
-from tests.support.mlp_classes import ARGUMENTS, inputs, instance, is_served
+from tests.support.mlp_classes import ARGUMENTS, inputs, instance
 from tests.support.transformers_files import classes, differing
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -24,7 +24,7 @@ UNITS = {"npu_swiglu", "npu_geglu", "npu_clipped_swiglu"}
 
 @cache
 def served() -> list[type[nn.Module]]:
-    return [cls for cls in classes(MLPS) if is_served(cls)]
+    return [cls for cls in classes(MLPS) if getattr(find_pattern(cls), "repository", None) == "SwiGLU"]
 
 
 def named(name: str) -> type[nn.Module]:

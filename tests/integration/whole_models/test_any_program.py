@@ -9,6 +9,7 @@ failure names the acts, which are an entry of `FOUND` then.
 import os
 import tempfile
 from collections.abc import Set as AbstractSet
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+import kernels_ext_npu
 from tests.support.programs.program import Program
 from tests.support.programs.registry import ACTS
 from tests.support.programs.variants import VARIANTS
@@ -188,17 +190,6 @@ def run(programs: int, acts: int) -> None:
     run_state_machine_as_test(seed(SEED)(Programs), settings=profile)
 
 
-def live_through(folder: Path, variant: str, acts: list[tuple[str, int]]) -> None:
-    program = Program(variant, folder)
-    try:
-        program.check()
-        for act, number in acts:
-            program.do(act, number)
-        assert not program.is_over
-    finally:
-        program.close()
-
-
 def test_programs_of_a_few_acts() -> None:
     run(40, 5)
 
@@ -210,18 +201,19 @@ def test_many_programs_of_many_acts() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_model_is_served(tmp_path: Path, variant: str) -> None:
-    program = Program(variant, tmp_path)
-    try:
-        assert any(row.swapped for row in program.report())
-    finally:
-        program.close()
+    with closing(Program(variant, tmp_path)) as program:
+        assert any(row.swapped for row in kernels_ext_npu.report(program.model.model))
 
 
 @pytest.mark.parametrize(
     ("variant", "acts"), FOUND, ids=[f"{variant}: {', '.join(act for act, _ in acts)}" for variant, acts in FOUND]
 )
 def test_what_programs_have_found(tmp_path: Path, variant: str, acts: list[tuple[str, int]]) -> None:
-    live_through(tmp_path, variant, acts)
+    with closing(Program(variant, tmp_path)) as program:
+        program.check()
+        for act, number in acts:
+            program.do(act, number)
+        assert not program.is_over
 
 
 @pytest.mark.parametrize(("variant", "acts"), [
@@ -230,14 +222,7 @@ def test_what_programs_have_found(tmp_path: Path, variant: str, acts: list[tuple
 ])  # fmt: skip
 def test_a_program_ends_where_zeros_leave_no_numbers(tmp_path: Path, variant: str, acts: list[tuple[str, int]]) -> None:
     """Queries of zeros, of which torch's attention on the CPU makes zeros; embeddings of zeros in half precision."""
-    program = Program(variant, tmp_path)
-    try:
+    with closing(Program(variant, tmp_path)) as program:
         for act, number in acts:
             program.do(act, number)
         assert program.is_over
-    finally:
-        program.close()
-
-
-def test_there_are_many_acts() -> None:
-    assert len(ACTS) >= 60

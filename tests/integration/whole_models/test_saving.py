@@ -19,7 +19,7 @@ from transformers import Trainer, TrainingArguments
 import kernels_ext_npu
 from tests.support import memory
 from tests.support.saving import models, of_files, of_pretrained, of_torch  # noqa: F401 each adds its ways
-from tests.support.saving.ways import WAYS, Loading
+from tests.support.saving.ways import WAYS
 
 pytestmark = [pytest.mark.usefixtures("registered", "frozen"), pytest.mark.filterwarnings("ignore")]
 
@@ -46,24 +46,24 @@ OWNERS = (DATA / "saving_owners.txt").read_text().split()  # modules and classes
 LEFT_OUT = DATA / "saving_left_out.txt"
 
 
-def saved(way: str, model: torch.nn.Module, folder: Path) -> tuple[Loading, int, int]:
-    """Save a model; say what loads it, the bytes of the files, and those on the device meanwhile."""
+def saved(way: str, model: torch.nn.Module, folder: Path) -> tuple[int, int]:
+    """Save a model; say the bytes of the files, and those on the device meanwhile."""
     folder.mkdir()
     gc.disable()  # what is freed meanwhile is not what it takes
     try:
         torch.npu.reset_peak_memory_stats()
         before = memory.requested("current")
-        load = WAYS[way].save(model, folder)
+        WAYS[way].save(model, folder)
         taken = memory.requested("peak") - before
     finally:
         gc.enable()
-    return load, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()), taken
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()), taken
 
 
-def loaded(load: Loading, kind: str, *, kernels: bool) -> dict[str, torch.Tensor]:
+def loaded(way: str, folder: Path, kind: str, *, kernels: bool) -> dict[str, torch.Tensor]:
     """Load into a model whose weights are others, with kernels on the NPU or without on the host."""
     fresh = models.make(kind, device="npu" if kernels else "cpu", kernels=kernels, saved=False)
-    found = load(fresh)
+    found = WAYS[way].load(fresh, folder)
     return found if isinstance(found, dict) else models.weights(found if isinstance(found, torch.nn.Module) else fresh)
 
 
@@ -78,16 +78,16 @@ def test_it_saves_and_loads_what_it_does_without_kernels(tmp_path: Path, way: st
     live = models.make(kind, device="npu", kernels=True)  # until then `kernels` lets no model be pickled as a whole
     plain = models.make(kind, device="npu")
     expected = models.weights(plain)
-    load_plain, size_plain, taken_plain = saved(way, plain, tmp_path / "plain")
+    size_plain, taken_plain = saved(way, plain, tmp_path / "plain")
     held, before = live.state_dict(), (models.logits(live), models.report(live), models.layout(live))
-    load, size, taken = saved(way, live, tmp_path / "live")
+    size, taken = saved(way, live, tmp_path / "live")
     assert size <= size_plain + (NAMES if way in WITH_CLASSES else 0)
     assert taken <= taken_plain
     assert torch.equal(models.logits(live), before[0])
     assert (models.report(live), models.layout(live)) == before[1:]
-    for each in (load_plain, load):
+    for folder in ("plain", "live"):
         for kernels in (False, True):
-            assert_equal(loaded(each, kind, kernels=kernels), expected)
+            assert_equal(loaded(way, tmp_path / folder, kind, kernels=kernels), expected)
     assert_equal(models.weights(live), expected)
     assert all(value.data_ptr() == held[name].data_ptr() for name, value in live.state_dict().items())
 
@@ -255,7 +255,8 @@ def test_every_public_name_is_called_by_a_way_or_left_out_with_a_reason(tmp_path
         folder.mkdir()
         sys.setprofile(lambda frame, event, argument: called.add(frame.f_code) if event == "call" else None)
         try:
-            WAYS[name].save(model, folder)(fresh)
+            WAYS[name].save(model, folder)
+            WAYS[name].load(fresh, folder)
         finally:
             sys.setprofile(None)
     tried = {name for name, value in exported().items() if code_of(value) in called}

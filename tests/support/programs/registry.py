@@ -23,7 +23,7 @@ class Act(NamedTuple):
     """
 
     run: Run
-    applies: Callable[[Side], bool]
+    applies: Callable[[Side], object]
     computes: bool
     is_ours: bool
 
@@ -44,14 +44,14 @@ def always(side: Side) -> bool:
 
 
 def acts(
-    applies: Callable[[Side], bool] = always, *, computes: bool = False, is_ours: bool = False, **runs: Run
+    applies: Callable[[Side], object] = always, *, computes: bool = False, is_ours: bool = False, **runs: Run
 ) -> None:
     """Enter acts by their names."""
     assert not runs.keys() & ACTS.keys()
     ACTS.update((name, Act(run, applies, computes, is_ours)) for name, run in runs.items())
 
 
-def act(applies: Callable[[Side], bool] = always, **options: bool) -> Callable[[Run], Run]:
+def act(applies: Callable[[Side], object] = always, **options: bool) -> Callable[[Run], Run]:
     """Enter a function among the acts."""
 
     def enter(run: Run) -> Run:

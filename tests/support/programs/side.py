@@ -162,19 +162,6 @@ class Side:
         """Return the names and parameters of the model that are of floating dtype."""
         return [(name, p) for name, p in self.model.named_parameters() if p.is_floating_point()]
 
-    def owner(self, name: str) -> tuple[nn.Module, str]:
-        """Return the module that holds a parameter, and its name there."""
-        path, _, leaf = name.rpartition(".")
-        return self.model.get_submodule(path), leaf
-
-    def put(self, path: str, module: nn.Module) -> None:
-        """Put a module in the place of another one."""
-        parent, leaf = self.owner(path)
-        if leaf.isdigit():
-            parent[int(leaf)] = module  # type: ignore[operator]
-        else:
-            setattr(parent, leaf, module)
-
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors that the model and its user have, by name, the same one under each of its names."""
         found: dict[str, Tensor] = dict(self.model.named_parameters(remove_duplicate=False))

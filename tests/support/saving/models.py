@@ -1,34 +1,18 @@
-"""Models of one layer: with and without kernels, with weights to be saved and with others to be loaded over."""
+"""Models of one layer, with and without kernels, with weights to be saved and with others to be loaded over."""
 
 import copy
-from collections.abc import Callable
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 
 import kernels_ext_npu
-from tests.support.sizes import sizes
+from tests.support import zoo
 
 IDS = torch.randint(2, 64, (2, 7), generator=torch.Generator().manual_seed(0))
-SIZES = sizes(32, 64, heads=4, keys=2, width=8, layers=1, words=64)
-EXPERTS = SIZES | {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
-
-
-def dense() -> LlamaForCausalLM:
-    """Make a model whose gate and up are packed."""
-    return LlamaForCausalLM(LlamaConfig(**SIZES))
-
-
-def experts() -> Qwen3MoeForCausalLM:
-    """Make a model whose experts can be transposed."""
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS))
-
-
-def adapted() -> PeftModel:
-    """Make a model whose gate and up are packed, with an adapter beside them."""
-    return adapter_on(dense())
+# gate and up are packed, or experts can be transposed; an adapter stands beside them
+ARCHITECTURES = {"dense": "llama", "experts": "qwen3_moe", "adapted": "llama"}
 
 
 def adapter_on(model: PreTrainedModel) -> PeftModel:
@@ -39,13 +23,13 @@ def adapter_config() -> LoraConfig:
     return LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
 
 
-KINDS: dict[str, Callable[[], nn.Module]] = {"dense": dense, "experts": experts, "adapted": adapted}
-
-
 def make(kind: str, *, device: str = "cpu", kernels: bool = False, saved: bool = True) -> nn.Module:
     """Make a model with the weights that are to be saved, or with all of them different."""
-    torch.manual_seed(0)
-    model = KINDS[kind]().eval().to(device)
+    model: nn.Module = zoo.build(ARCHITECTURES[kind], num_hidden_layers=1)
+    torch.manual_seed(0)  # of adapters
+    if kind == "adapted":
+        model = adapter_on(model).eval()
+    model.to(device)
     with torch.no_grad():
         for parameter in () if saved else model.parameters():
             parameter.add_(1)

@@ -1,5 +1,6 @@
 """Ways to save and load of transformers and peft."""
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers.modeling_utils import load_state_dict
 from transformers.trainer_utils import load_sharded_checkpoint
 
 from tests.support.saving import models
-from tests.support.saving.ways import Loading, add, into, way
+from tests.support.saving.ways import WAYS, Way, into
 
 SHARD = "20KB"  # several files
 
@@ -39,43 +40,32 @@ def save_with_a_state_dict(model: PreTrainedModel, folder: Path) -> None:
     save(model, folder, state_dict={n: v.cpu() for n, v in model.state_dict().items()}, save_original_format=False)
 
 
-def save_beside_the_main_process(model: PreTrainedModel, folder: Path) -> None:
-    """A process that is not the main one writes nothing."""
-    save(model, folder, is_main_process=False)
-    assert not list(folder.glob("*.safetensors"))
-    save(model, folder)
+def from_a_state_dict(fresh: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Nothing is read but what a state dict holds, not even a dtype."""
+    config = copy.deepcopy(fresh.config)
+    config.dtype = None
+    return pretrained(fresh, None, config=config, state_dict=torch.load(folder / "state.pt"))
 
 
-add("pretrained_model", save, pretrained)
-add("pretrained_beside_the_main_process", save_beside_the_main_process, pretrained)
-add("pretrained_in_shards", save_in_shards, load_sharded_checkpoint)
-add(
-    "pretrained_variant_in_shards",
-    partial(save, max_shard_size=SHARD, variant="other"),
-    partial(pretrained, variant="other"),
-)
-add(
-    "pretrained_with_a_state_dict",
-    save_with_a_state_dict,
-    lambda fresh, folder: into(fresh, load_state_dict(folder / "model.safetensors")),
-)
-add(
-    "trainer_model",
-    lambda model, folder: Trainer(model, TrainingArguments(str(folder), report_to=[])).save_model(),
-    pretrained,
-)
-
-
-@way()
-def pretrained_from_a_state_dict(model: PreTrainedModel, folder: Path) -> Loading:
-    """Nothing is read but what the model itself holds."""
-    return lambda fresh: pretrained(fresh, None, config=model.config, state_dict=models.weights(model))
+WAYS |= {
+    "pretrained_model": Way(save, pretrained),
+    "pretrained_in_shards": Way(save_in_shards, load_sharded_checkpoint),
+    "pretrained_variant_in_shards": Way(
+        partial(save, max_shard_size=SHARD, variant="other"), partial(pretrained, variant="other")
+    ),
+    "pretrained_with_a_state_dict": Way(
+        save_with_a_state_dict, lambda fresh, folder: into(fresh, load_state_dict(folder / "model.safetensors"))
+    ),
+    "pretrained_from_a_state_dict": Way(
+        lambda model, folder: torch.save(models.weights(model), folder / "state.pt"), from_a_state_dict
+    ),
+    "trainer_model": Way(
+        lambda model, folder: Trainer(model, TrainingArguments(str(folder), report_to=[])).save_model(), pretrained
+    ),
+}
 
 
 # ---- peft: the base model is the same on both sides; what differs is the adapter -------------------------------------
-add_adapted = partial(add, kinds=("adapted",))
-
-
 def onto_a_base(fresh: PeftModel) -> nn.Module:
     """Return a base model with the weights that the saved one has, and kernels if another has them."""
     device = fresh.get_base_model().device.type
@@ -105,16 +95,16 @@ def load_both(fresh: PeftModel, folder: Path) -> None:
     peft.set_peft_model_state_dict(fresh, load_file(folder / "adapter"))
 
 
-add_adapted("peft_pretrained", save, lambda fresh, folder: PeftModel.from_pretrained(onto_a_base(fresh), folder))
-add_adapted("peft_pickled", partial(save, safe_serialization=False), load_adapter)
-add_adapted(
-    "peft_state_dict",
-    lambda model, folder: save_file(peft.get_peft_model_state_dict(model), folder / "adapter"),
-    load_adapter_state,
-)
-add_adapted("peft_base_state_dict", save_both, load_both)
-add_adapted(
-    "peft_whole_state_dict",
-    lambda model, folder: torch.save(model.state_dict(), folder / "state.pt"),
-    lambda fresh, folder: into(fresh, torch.load(folder / "state.pt", map_location="cpu")),
-)
+adapted = partial(Way, kinds=("adapted",))
+WAYS |= {
+    "peft_pretrained": adapted(save, lambda fresh, folder: PeftModel.from_pretrained(onto_a_base(fresh), folder)),
+    "peft_pickled": adapted(partial(save, safe_serialization=False), load_adapter),
+    "peft_state_dict": adapted(
+        lambda model, folder: save_file(peft.get_peft_model_state_dict(model), folder / "adapter"), load_adapter_state
+    ),
+    "peft_base_state_dict": adapted(save_both, load_both),
+    "peft_whole_state_dict": adapted(
+        lambda model, folder: torch.save(model.state_dict(), folder / "state.pt"),
+        lambda fresh, folder: into(fresh, torch.load(folder / "state.pt", map_location="cpu")),
+    ),
+}

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.package import PackageExporter, PackageImporter
 
-from tests.support.saving.ways import Loading, add, add_of_state, into, way
+from tests.support.saving.ways import WAYS, Way, into, of_state
 
 FILE = "state.pt"
 
@@ -32,53 +32,6 @@ def read(folder: Path, **options: Any) -> Any:
     return torch.load(folder / FILE, **{"map_location": "cpu"} | options)
 
 
-add_of_state("torch_state_dict", saved, read)
-add_of_state("torch_mapped", saved, lambda folder: read(folder, mmap=True))
-# the format before archives, which writes storages as they are
-add_of_state("torch_legacy", lambda *args: saved(*args, _use_new_zipfile_serialization=False), read)
-# where it was saved from, and the model holds what was loaded
-add(
-    "torch_state_dict_onto_the_device",
-    lambda model, folder: saved(model.state_dict(), folder),
-    lambda fresh, folder: into(fresh, read(folder, map_location=fresh.device), assign=True),
-)
-# functions for which torch_npu puts its own into torch
-add_of_state(
-    "torch_serialized",
-    lambda state, folder: torch.serialization.save(state, folder / FILE),
-    lambda folder: torch.serialization.load(folder / FILE, map_location="cpu"),
-)
-add("torch_whole_model", saved, lambda fresh, folder: read(folder, weights_only=False, map_location=fresh.device))
-# parameters themselves, not what a state dict detaches from them
-add(
-    "torch_parameters",
-    lambda model, folder: saved(dict(model.named_parameters()), folder),
-    lambda fresh, folder: into(fresh, read(folder), strict=False),
-)
-add_of_state(
-    "by_url",
-    saved,
-    lambda folder: torch.hub.load_state_dict_from_url((folder / FILE).as_uri(), str(folder), "cpu", progress=False),
-)
-add(
-    "pickled",
-    lambda model, folder: (folder / FILE).write_bytes(pickle.dumps(model)),
-    lambda fresh, folder: pickle.loads((folder / FILE).read_bytes()),
-)
-
-
-@way()
-def deeply_copied(model: nn.Module, folder: Path) -> Loading:
-    copied = copy.deepcopy(model)
-    return lambda fresh: copied
-
-
-@way()
-def deeply_copied_state_dict(model: nn.Module, folder: Path) -> Loading:
-    state = copy.deepcopy(model.state_dict())
-    return lambda fresh: into(fresh, state)
-
-
 def package(state: dict[str, Tensor], folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # storages of a type
@@ -87,11 +40,47 @@ def package(state: dict[str, Tensor], folder: Path) -> None:
             exporter.save_pickle("model", "state.pkl", state)
 
 
-add_of_state(
-    "packaged",
-    package,
-    lambda folder: PackageImporter(folder / FILE).load_pickle("model", "state.pkl", map_location="cpu"),
-)
+copies: dict[Path, Any] = {}
+WAYS |= {
+    "torch_state_dict": of_state(saved, read),
+    # the format before archives, which writes storages as they are
+    "torch_legacy": of_state(lambda *args: saved(*args, _use_new_zipfile_serialization=False), read),
+    # where it was saved from, and the model holds what was loaded
+    "torch_state_dict_onto_the_device": Way(
+        lambda model, folder: saved(model.state_dict(), folder),
+        lambda fresh, folder: into(fresh, read(folder, map_location=fresh.device), assign=True),
+    ),
+    # functions for which torch_npu puts its own into torch
+    "torch_serialized": of_state(
+        lambda state, folder: torch.serialization.save(state, folder / FILE),
+        lambda folder: torch.serialization.load(folder / FILE, map_location="cpu"),
+    ),
+    "torch_whole_model": Way(saved, lambda fresh, folder: read(folder, weights_only=False, map_location=fresh.device)),
+    # parameters themselves, not what a state dict detaches from them
+    "torch_parameters": Way(
+        lambda model, folder: saved(dict(model.named_parameters()), folder),
+        lambda fresh, folder: into(fresh, read(folder), strict=False),
+    ),
+    "by_url": of_state(
+        saved,
+        lambda folder: torch.hub.load_state_dict_from_url((folder / FILE).as_uri(), str(folder), "cpu", progress=False),
+    ),
+    "pickled": Way(
+        lambda model, folder: (folder / FILE).write_bytes(pickle.dumps(model)),
+        lambda fresh, folder: pickle.loads((folder / FILE).read_bytes()),
+    ),
+    "deeply_copied": Way(
+        lambda model, folder: copies.update({folder: copy.deepcopy(model)}), lambda fresh, folder: copies[folder]
+    ),
+    "deeply_copied_state_dict": Way(
+        lambda model, folder: copies.update({folder: copy.deepcopy(model.state_dict())}),
+        lambda fresh, folder: into(fresh, copies[folder]),
+    ),
+    "packaged": of_state(
+        package,
+        lambda folder: PackageImporter(folder / FILE).load_pickle("model", "state.pkl", map_location="cpu"),
+    ),
+}
 
 
 # ---- distributed checkpoints, which are read into what a fresh model holds -------------------------------------------
@@ -103,33 +92,10 @@ def in_place(fresh: nn.Module, folder: Path) -> None:
     dcp.load(fresh.state_dict(), checkpoint_id=folder, no_dist=True)
 
 
-add("dcp_saved", lambda model, folder: checkpoint(model.state_dict(), folder), in_place)
-# another thread writes what was copied to the host first
-add(
-    "dcp_saved_meanwhile",
-    lambda model, folder: dcp.async_save(model.state_dict(), checkpoint_id=folder, no_dist=True).result(),
-    in_place,
-)
-add(
-    "dcp_by_former_names",
-    lambda model, folder: dcp.save_state_dict(model.state_dict(), dcp.FileSystemWriter(folder), no_dist=True),
-    lambda fresh, folder: dcp.load_state_dict(fresh.state_dict(), dcp.FileSystemReader(folder), no_dist=True),
-)
-add(
-    "dcp_as_safetensors",
-    lambda model, folder: dcp.save(
-        model.state_dict(), storage_writer=dcp.HuggingFaceStorageWriter(str(folder)), no_dist=True
-    ),
-    lambda fresh, folder: dcp.load(
-        fresh.state_dict(), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True
-    ),
-)
-ON_THE_HOST = StateDictOptions(full_state_dict=True, cpu_offload=True)
-for name, options in {"dcp_model_state_dict": None, "dcp_model_state_dict_on_the_host": ON_THE_HOST}.items():
-    add(
-        name,
-        lambda model, folder, options=options: saved(get_model_state_dict(model, options=options), folder),
-        lambda fresh, folder, options=options: set_model_state_dict(fresh, read(folder), options=options),
+def by_options(options: StateDictOptions | None) -> Way:
+    return Way(
+        lambda model, folder: saved(get_model_state_dict(model, options=options), folder),
+        lambda fresh, folder: set_model_state_dict(fresh, read(folder), options=options),
     )
 
 
@@ -144,29 +110,47 @@ def load_both(fresh: nn.Module, folder: Path) -> None:
     set_state_dict(fresh, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-add("dcp_state_dicts", lambda model, folder: checkpoint(with_an_optimizer(model)[1], folder), load_both)
-
-
 def there_and_back(state: dict[str, Tensor], folder: Path) -> None:
     torch.save(state, folder / "first.pt")
     format_utils.torch_save_to_dcp(folder / "first.pt", folder / "dcp")
     format_utils.dcp_to_torch_save(folder / "dcp", folder / FILE)
 
 
-add_of_state("dcp_there_and_back", there_and_back, read)
-
-
-@way(kinds=("dense",))
-def exported(model: nn.Module, folder: Path) -> Loading:
+def export(model: nn.Module, folder: Path) -> None:
     """One MLP, whose weights the program holds; the others are there already."""
     mlp = model.model.layers[0].mlp
-    others = {name: value for name, value in model.state_dict().items() if ".mlp." not in name}
-    torch.export.save(
-        torch.export.export(mlp, (torch.ones(1, 3, mlp.hidden_size, device=model.device),)), folder / "mlp.pt2"
-    )
+    saved({name: value for name, value in model.state_dict().items() if ".mlp." not in name}, folder)
+    program = torch.export.export(mlp, (torch.ones(1, 3, mlp.hidden_size, device=model.device),))
+    torch.export.save(program, folder / "mlp.pt2")
 
-    def load(fresh: nn.Module) -> None:
-        fresh.load_state_dict(others, strict=False)
-        fresh.model.layers[0].mlp.load_state_dict(torch.export.load(folder / "mlp.pt2").state_dict)
 
-    return load
+def load_exported(fresh: nn.Module, folder: Path) -> None:
+    fresh.load_state_dict(read(folder), strict=False)
+    fresh.model.layers[0].mlp.load_state_dict(torch.export.load(folder / "mlp.pt2").state_dict)
+
+
+WAYS |= {
+    "dcp_saved": Way(lambda model, folder: checkpoint(model.state_dict(), folder), in_place),
+    # another thread writes what was copied to the host first
+    "dcp_saved_meanwhile": Way(
+        lambda model, folder: dcp.async_save(model.state_dict(), checkpoint_id=folder, no_dist=True).result(),
+        in_place,
+    ),
+    "dcp_by_former_names": Way(
+        lambda model, folder: dcp.save_state_dict(model.state_dict(), dcp.FileSystemWriter(folder), no_dist=True),
+        lambda fresh, folder: dcp.load_state_dict(fresh.state_dict(), dcp.FileSystemReader(folder), no_dist=True),
+    ),
+    "dcp_as_safetensors": Way(
+        lambda model, folder: dcp.save(
+            model.state_dict(), storage_writer=dcp.HuggingFaceStorageWriter(str(folder)), no_dist=True
+        ),
+        lambda fresh, folder: dcp.load(
+            fresh.state_dict(), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True
+        ),
+    ),
+    "dcp_model_state_dict": by_options(None),
+    "dcp_model_state_dict_on_the_host": by_options(StateDictOptions(full_state_dict=True, cpu_offload=True)),
+    "dcp_state_dicts": Way(lambda model, folder: checkpoint(with_an_optimizer(model)[1], folder), load_both),
+    "dcp_there_and_back": of_state(there_and_back, read),
+    "exported": Way(export, load_exported, kinds=("dense",)),
+}

@@ -6,13 +6,22 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.phi3 import modeling_phi3
+from transformers.models.qwen3 import modeling_qwen3
 
 import kernels_ext_npu
 from kernels_ext_npu.swaps import functions
 from tests.support import zoo
-from tests.support.rotary_functions import calls, forward, modeling
-from tests.support.served import kernelized
+from tests.support.served import kernelized, rows
+
+calls = partial(rows, kind="rotary calls")
+
+
+@torch.no_grad()
+def forward(model: PreTrainedModel, name: str) -> Tensor:
+    return zoo.logits(name, model)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3"])  # decorated by transformers, and not
@@ -58,7 +67,7 @@ def test_models_of_one_architecture_share_it_and_the_report_says_so(registered, 
 def test_what_a_user_puts_under_the_name_of_a_function_is_in_no_copy_and_in_no_pickle(registered, monkeypatch) -> None:
     model = kernelized("qwen3")
     held = [module._kernel_funcs for module in model.modules() if hasattr(module, "_kernel_funcs")]
-    monkeypatch.setattr(modeling("qwen3"), "apply_rotary_pos_emb", lambda *args, **kwargs: args)
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", lambda *args, **kwargs: args)
     twin = copy.deepcopy(model)
     assert held == [module._kernel_funcs for module in twin.modules() if hasattr(module, "_kernel_funcs")] != []
     kernels_ext_npu.kernelize(twin)
@@ -68,12 +77,12 @@ def test_what_a_user_puts_under_the_name_of_a_function_is_in_no_copy_and_in_no_p
 
 def test_what_somebody_else_puts_in_its_place_stays(monkeypatch) -> None:
     """As libraries of kernels for other devices do."""
-    before = modeling("phi3").apply_rotary_pos_emb
-    monkeypatch.setattr(modeling("phi3"), "apply_rotary_pos_emb", before)  # what is put back in the end, not ours
+    before = modeling_phi3.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_phi3, "apply_rotary_pos_emb", before)  # what is put back in the end, not ours
     kernels_ext_npu.register()
     model = kernelized("phi3")
     replacement = partial(before)
-    monkeypatch.setattr(modeling("phi3"), "apply_rotary_pos_emb", replacement)
+    monkeypatch.setattr(modeling_phi3, "apply_rotary_pos_emb", replacement)
     expected = forward(zoo.build("phi3"), "phi3")
     for _ in range(2):
         assert {(row.swapped, row.reason) for row in calls(model)} == {(False, "no kernel computes what it computes")}
@@ -81,4 +90,4 @@ def test_what_somebody_else_puts_in_its_place_stays(monkeypatch) -> None:
         kernels_ext_npu.kernelize(model)
     kernels_ext_npu.restore(model)
     kernels_ext_npu.unregister()
-    assert modeling("phi3").apply_rotary_pos_emb is replacement
+    assert modeling_phi3.apply_rotary_pos_emb is replacement

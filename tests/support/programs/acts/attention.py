@@ -21,7 +21,7 @@ from kernels_ext_npu.distribution import sources
 from kernels_ext_npu.matching.decorated import original_function
 from tests.support.programs import variants
 from tests.support.programs.acts.calls import show_loss
-from tests.support.programs.acts.modules import drawn, times
+from tests.support.programs.acts.modules import drawn, patch, times
 from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side, has_targets
 
@@ -69,12 +69,6 @@ def name_another_attention(side: Side, choice: Random) -> None:
     name, other = (choice.choice(OTHERS) for _ in range(2))
     names = {"text_config": name, "vision_config": other} if side.variant == "pictures" else {"": name}
     side.pretrained.set_attn_implementation(choice.choice([name, names]))
-
-
-@act()
-def change_the_scale_of_scores(side: Side, choice: Random) -> None:
-    _, module = choice.choice(side.named("Attention"))
-    module.scaling = choice.choice([0.125, 0.5])
 
 
 PADDING = (slice(2), slice(3, None), slice(4, None), slice(1, 3))
@@ -200,20 +194,7 @@ def mixers(side: Side) -> list[Any]:
     return [module for _, module in side.named("GatedDeltaNet")]
 
 
-def has_mixers(side: Side) -> bool:
-    """Tell whether there is linear attention."""
-    return bool(mixers(side))
-
-
-acts(
-    has_mixers,
-    change_the_activation_of_a_convolution=lambda side, choice: setattr(
-        choice.choice(mixers(side)), "activation", choice.choice(["silu", "swish", None, "relu", "gelu"])
-    ),
-)
-
-
-@act(has_mixers)
+@act(mixers)
 def replace_a_convolution(side: Side, choice: Random) -> None:
     """By another one, perhaps with a bias."""
     mixer = choice.choice(mixers(side))
@@ -225,7 +206,7 @@ def replace_a_convolution(side: Side, choice: Random) -> None:
     mixer.conv1d = drawn(new, 9, 2)
 
 
-@act(has_mixers)
+@act(mixers)
 def change_how_fast_states_fade(side: Side, choice: Random) -> None:
     mixer = choice.choice(mixers(side))
     with torch.no_grad():
@@ -238,21 +219,14 @@ FUNCTIONS = (
 )
 
 
-@act(has_mixers)
+@act(mixers)
 def replace_a_function_of_linear_attention(side: Side, choice: Random) -> None:
-    """In its file, as patches of frameworks do; both sides have one file, which is changed once."""
+    """In its file, as patches of frameworks do, once."""
     name = choice.choice(FUNCTIONS)
     module = sys.modules[type(mixers(side)[0]).__module__]
-    before = vars(module)[name]
-    own = original_function(before)
-    if own is None or own.__name__ != name:
-        return
-
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        return times(own(*args, **kwargs))
-
-    setattr(module, name, replaced)
-    side.cleanups.append(lambda: setattr(module, name, before))
+    own = original_function(vars(module)[name])
+    if side.home == "cpu" and own is not None and own.__name__ == name:
+        patch(side, module, name, lambda *args, **kwargs: times(own(*args, **kwargs)))
 
 
 @act()

@@ -56,13 +56,6 @@ def call_with_other_weights(side: Side, choice: Random) -> None:
     side.show(torch.func.functional_call(side.model, weights, (), side.inputs).logits)
 
 
-@act(lambda side: side.variant == "pictures")
-def call_without_a_picture(side: Side, choice: Random) -> None:
-    result = side.run_text()
-    side.show(result.loss)
-    side.show(result.logits)
-
-
 @act()
 def call_with_embeddings(side: Side, choice: Random) -> None:
     """In the place of ids, as adapters of prompts do."""
@@ -91,17 +84,12 @@ def generate(side: Side, choice: Random) -> None:
 LEFT_OUT = -100
 
 
-def gradient(side: Side, of: Tensor, **options: Any) -> Tensor:
-    """Return the gradients of everything that is trained, in one tensor: small ones count as small."""
-    found = torch.autograd.grad(of, trained(side), allow_unused=True, **options)
-    return torch.cat([grad.detach().cpu().double().flatten() for grad in found if grad is not None])
-
-
-def show_loss(side: Side, loss: Tensor) -> None:
-    """Show a loss, and its gradients where something is trained."""
+def show_loss(side: Side, loss: Tensor, **options: Any) -> None:
+    """Show a loss, and the gradients of everything that is trained, in one tensor: small ones count as small."""
     side.show(loss)
     if loss.requires_grad:
-        side.show_gradient(gradient(side, loss))
+        found = torch.autograd.grad(loss, trained(side), allow_unused=True, **options)
+        side.show_gradient(torch.cat([grad.cpu().double().flatten() for grad in found if grad is not None]))
 
 
 def labels(side: Side, choice: Random) -> Tensor:
@@ -148,24 +136,19 @@ def give_the_head_a_class(side: Side, choice: Random) -> None:
 
 
 @act()
-def tie_the_head(side: Side, choice: Random) -> None:
-    embedding = side.pretrained.get_input_embeddings().weight
-    if _head(side).weight.shape == embedding.shape:
-        _head(side).weight = embedding
-
-
-@act()
-def untie_the_head(side: Side, choice: Random) -> None:
-    head = _head(side)
-    head.weight = nn.Parameter(head.weight.detach() * 1.125, requires_grad=head.weight.requires_grad)
+def tie_or_untie_the_head(side: Side, choice: Random) -> None:
+    head, embedding = _head(side), side.pretrained.get_input_embeddings().weight
+    if choice.random() < 0.5 and head.weight.shape == embedding.shape:
+        head.weight = embedding
+    else:
+        head.weight = nn.Parameter(head.weight.detach() * 1.125, requires_grad=head.weight.requires_grad)
 
 
 @act()
 def call_without_labels(side: Side, choice: Random) -> None:
     logits = side.run(labels=None).logits
     side.show(logits)
-    if logits.requires_grad:
-        side.show_gradient(gradient(side, logits.float().square().mean()))
+    show_loss(side, logits.float().square().mean())
 
 
 @act()
@@ -182,6 +165,10 @@ def _show_both(side: Side, loss: Tensor, logits: Tensor, *_: Any) -> None:
 
 
 acts(
+    lambda side: side.variant == "pictures",
+    call_without_a_picture=lambda side, choice: _show_both(side, *side.run_text(return_dict=False)),
+)
+acts(
     replace_the_loss=lambda side, choice: setattr(
         side.pretrained, "loss_function", choice.choice([own_loss, smoothed_loss])
     ),
@@ -196,9 +183,7 @@ acts(
 def look_at_logits_before_the_backward(side: Side, choice: Random) -> None:
     """They get a gradient of their own."""
     result = side.run()
-    whole = result.loss + 0.25 * result.logits.float().square().mean()
-    if whole.requires_grad:
-        side.show_gradient(gradient(side, whole))
+    show_loss(side, result.loss + 0.25 * result.logits.float().square().mean())
 
 
 @act(can_train)
@@ -208,16 +193,14 @@ def change_logits_before_the_backward(side: Side, choice: Random) -> None:
     with torch.no_grad():
         result.logits[..., 0] = -1.0
     side.show(result.logits)
-    if result.loss.requires_grad:
-        side.show_gradient(gradient(side, result.loss))
+    show_loss(side, result.loss)
 
 
 @act(can_train)
 def differentiate_the_loss_twice(side: Side, choice: Random) -> None:
-    result = side.run()
-    if result.loss.requires_grad:
-        side.show_gradient(gradient(side, result.loss, retain_graph=True))
-        side.show_gradient(gradient(side, result.loss))
+    loss = side.run().loss
+    show_loss(side, loss, retain_graph=True)
+    show_loss(side, loss)
 
 
 @act(can_train)

@@ -13,7 +13,7 @@ from torch.nn.modules import module as of_all
 from transformers.activations import SiLUActivation
 
 import kernels_ext_npu
-from tests.support.programs.acts.modules import activations, has_activations, times
+from tests.support.programs.acts.modules import activations, places, times
 from tests.support.programs.acts.training import can_train
 from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side
@@ -60,9 +60,9 @@ def hook(side: Side, module: nn.Module, kind: str) -> None:
     side.held.setdefault("handles", []).append(getattr(module, kind)(KINDS[kind]))
 
 
-@act()
-def hook_a_module(side: Side, choice: Random) -> None:
-    hook(side, choice.choice(side.named(*HOOKED))[1], choice.choice(list(KINDS)))
+acts(
+    hook_a_module=lambda side, choice: hook(side, choice.choice(side.named(*HOOKED))[1], choice.choice(list(KINDS))),
+)
 
 
 @act()
@@ -72,7 +72,7 @@ def hook_a_projection(side: Side, choice: Random) -> None:
 
 
 acts(
-    has_activations,
+    places,
     hook_an_activation=lambda side, choice: hook(side, choice.choice(activations(side)), "register_forward_hook"),
     hook_the_gradient_of_an_activation=lambda side, choice: hook(
         side, choice.choice(activations(side)), "register_full_backward_hook"
@@ -117,24 +117,15 @@ def gradient_of_fused(module: nn.Module, grad_input: Any, grad_output: Any) -> A
     return scale_gradients(module, grad_input) if isinstance(module, FUSED) else None
 
 
-def _hook_all(hooks: dict, register: Any, hook: Any) -> Callable[[Side, Random], None]:
-    """Hook all modules of the process, once for both sides."""
-
-    def run(side: Side, choice: Random) -> None:
-        if hook not in hooks.values():
-            side.cleanups.append(register(hook).remove)
-
-    return run
+def _hook_all(register: Any, hook: Any) -> Callable[[Side, Random], None]:
+    """Hook all modules of the process, for both sides."""
+    return lambda side, choice: side.cleanups.append(register(hook).remove) if side.home == "cpu" else None
 
 
 acts(
-    hook_all_modules=_hook_all(of_all._global_forward_hooks, of_all.register_module_forward_hook, of_fused),
-    hook_before_all_modules=_hook_all(
-        of_all._global_forward_pre_hooks, of_all.register_module_forward_pre_hook, before_fused
-    ),
-    hook_the_gradients_of_all_modules=_hook_all(
-        of_all._global_backward_hooks, of_all.register_module_full_backward_hook, gradient_of_fused
-    ),
+    hook_all_modules=_hook_all(of_all.register_module_forward_hook, of_fused),
+    hook_before_all_modules=_hook_all(of_all.register_module_forward_pre_hook, before_fused),
+    hook_the_gradients_of_all_modules=_hook_all(of_all.register_module_full_backward_hook, gradient_of_fused),
 )
 
 
@@ -191,11 +182,12 @@ def _interrupt(side: Side, what: Any, calls: int) -> None:
         sys.setprofile(before)
 
 
-@act(lambda side: side.device.type == side.home, is_ours=True)
-def interrupt_kernelize(side: Side, choice: Random) -> None:
-    _interrupt(side, kernels_ext_npu.kernelize, choice.choice(CALLS))
-
-
-@act(is_ours=True)
-def interrupt_restore(side: Side, choice: Random) -> None:
-    _interrupt(side, kernels_ext_npu.restore, choice.choice(CALLS))
+acts(
+    lambda side: side.device.type == side.home,
+    is_ours=True,
+    interrupt_kernelize=lambda side, choice: _interrupt(side, kernels_ext_npu.kernelize, choice.choice(CALLS)),
+)
+acts(
+    is_ours=True,
+    interrupt_restore=lambda side, choice: _interrupt(side, kernels_ext_npu.restore, choice.choice(CALLS)),
+)

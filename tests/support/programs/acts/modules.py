@@ -5,7 +5,7 @@ import functools
 import pickle
 from collections.abc import Callable
 from random import Random
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN, SiLUActivation
 
 import kernels_ext_npu
 from tests.support.programs.acts.kernels import inner, stays_off_the_hub
+from tests.support.programs.acts.weights import plain_linears
 from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side
 
@@ -32,63 +33,53 @@ def drawn(module: nn.Module, seed: int, divisor: float = 6) -> nn.Module:
     return module
 
 
-@act()
-def change_an_epsilon(side: Side, choice: Random) -> None:
-    _, norm = choice.choice(side.named("Norm"))
-    name = "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
-    setattr(norm, name, choice.choice([0.1, 1e-2]))
+# members that a forward reads: by act, how the names of classes end that have them, and values that they may get
+MEMBERS: dict[str, tuple[str, dict[str, tuple]]] = {
+    "change_an_epsilon": ("Norm", dict.fromkeys(("variance_epsilon", "eps"), (0.1, 1e-2))),
+    "change_alpha_or_limit": ("Experts", dict.fromkeys(("alpha", "limit"), (0.5, 0.01, 3.0))),
+    "change_the_router": ("Router", {"top_k": (1, 2, 3), "norm_topk_prob": (True, False)}),
+    "change_the_scale_of_tables": ("RotaryEmbedding", {"attention_scaling": (1.5, 1.0)}),
+    "change_the_scale_of_scores": ("Attention", {"scaling": (0.125, 0.5)}),
+    "change_the_activation_of_a_convolution": (
+        "GatedDeltaNet", {"activation": ("silu", "swish", None, "relu", "gelu")},
+    ),
+}  # fmt: skip
 
 
-@act(lambda side: bool(side.named("Experts")))
-def change_alpha_or_limit(side: Side, choice: Random) -> None:
-    for _, experts in side.named("Experts"):
-        if hasattr(experts, "alpha"):
-            setattr(experts, choice.choice(["alpha", "limit"]), choice.choice([0.5, 0.01, 3.0]))
+def _read(side: Side, act: str) -> list[tuple[Any, str]]:
+    ending, values = MEMBERS[act]
+    return [(module, name) for _, module in side.named(ending) for name in values if hasattr(module, name)]
 
 
-@act(lambda side: bool(side.named("Router")))
-def change_the_router(side: Side, choice: Random) -> None:
-    for _, router in side.named("Router"):
-        if hasattr(router, "norm_topk_prob") and choice.random() < 0.5:
-            router.norm_topk_prob = not router.norm_topk_prob
-        else:
-            router.top_k = choice.choice([1, 2, 3])
+def _change(side: Side, choice: Random, act: str) -> None:
+    module, name = choice.choice(_read(side, act))
+    setattr(module, name, choice.choice(MEMBERS[act][1][name]))
 
 
-@act()
-def change_rotary_tables(side: Side, choice: Random) -> None:
-    """Their scale, or their frequencies."""
+for _act in MEMBERS:
+    acts(lambda side, act=_act: bool(_read(side, act)), **{_act: functools.partial(_change, act=_act)})
+
+
+@act(lambda side: any(hasattr(table, "inv_freq") for _, table in side.named("RotaryEmbedding")))
+def halve_frequencies(side: Side, choice: Random) -> None:
     for _, table in side.named("RotaryEmbedding"):
-        if choice.random() < 0.5:
-            table.attention_scaling = choice.choice([1.5, 1.0])
-        else:
-            table.inv_freq.mul_(0.5)
+        table.inv_freq.mul_(0.5)
 
 
-class _Derived:
-    """What makes a class of one whose forward gives more, or the same."""
-
-    made: ClassVar[dict[tuple[type, float], type]] = {}
-
-    @classmethod
-    def of(cls, base: type, factor: float) -> type:
-        """Return the class, always the same one."""
-        if (base, factor) not in cls.made:
-
-            def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-                return factor * base.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-
-            members = {"__module__": __name__} | ({"forward": forward} if factor != 1 else {})
-            cls.made[base, factor] = type(f"{base.__name__}{factor * 100:.0f}", (base,), members)
-        return cls.made[base, factor]
+_DERIVED: dict[tuple[type, float], type] = {}
 
 
-def __getattr__(name: str) -> type:
-    """Find a class again by its name: pickles of models need it."""
-    for made in _Derived.made.values():
-        if made.__name__ == name:
-            return made
-    raise AttributeError(name)
+def _derive(base: Any, factor: float) -> type:
+    """Return the class of one whose forward gives more, or the same; pickles find it here by its name."""
+    if (base, factor) not in _DERIVED:
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return factor * base.forward(self, *args, **kwargs)
+
+        name = f"{base.__name__}{factor * 100:.0f}"
+        members = {"__module__": __name__} | ({"forward": forward} if factor != 1 else {})
+        globals()[name] = _DERIVED[base, factor] = type(name, (base,), members)
+    return _DERIVED[base, factor]
 
 
 PATCHED = (
@@ -100,7 +91,7 @@ PATCHED = (
 @act()
 def change_a_class(side: Side, choice: Random) -> None:
     _, module = choice.choice(side.named("MLP", "Norm", "GELUActivation"))
-    module.__class__ = _Derived.of(type(module), choice.choice([1.25, 1]))
+    module.__class__ = _derive(type(module), choice.choice([1.25, 1]))
 
 
 @act(lambda side: bool(_derived(side)))
@@ -110,10 +101,7 @@ def change_a_class_back(side: Side, choice: Random) -> None:
 
 
 def _derived(side: Side) -> list[Any]:
-    return [module for module in side.model.modules() if type(module) in _Derived.made.values()]
-
-
-_patched: list[Callable[[], object]] = []  # what gives classes of the process back what they had
+    return [module for module in side.model.modules() if type(module) in _DERIVED.values()]
 
 
 @act()
@@ -121,16 +109,14 @@ def change_the_forward_of_a_class(side: Side, choice: Random) -> None:
     """For all its instances, as patches of frameworks do, by one that calls it; both sides have one class."""
     _, module = choice.choice(side.named(*PATCHED))
     cls, factor = type(module), choice.choice([1.25, 1])
-    if side.home != "cpu" or cls in _Derived.made.values():
+    if side.home != "cpu" or cls in _DERIVED.values():
         return
     original = cls.forward
 
     def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
         return times(original(self, *args, **kwargs), factor)
 
-    cls.forward = functools.wraps(original)(patched) if choice.random() < 0.5 else patched
-    _patched.append(functools.partial(setattr, cls, "forward", original))
-    side.cleanups.append(_take_patches_back)
+    patch(side, cls, "forward", functools.wraps(original)(patched) if choice.random() < 0.5 else patched)
 
 
 CALLED = (nn.LayerNorm, nn.Linear, nn.SiLU, SiLUActivation)
@@ -149,22 +135,22 @@ def replace_the_calls_of_a_class(side: Side, choice: Random) -> None:
         result = original(self, *args, **kwargs)
         return times(result) if type(self) in CALLED else result
 
-    patch = pytest.MonkeyPatch()
-    patch.setattr(cls, "__call__", call, raising=False)
-    _patched.append(patch.undo)
-    side.cleanups.append(_take_patches_back)
+    patch(side, cls, "__call__", call)
+
+
+def patch(side: Side, holder: Any, name: str, function: Callable) -> None:
+    """Put a function into a class or a file, of which both sides have one."""
+    patched = pytest.MonkeyPatch()
+    patched.setattr(holder, name, function, raising=False)
+    side.held.setdefault("patches", []).append(patched)
+    side.cleanups.append(patched.undo)
 
 
 @act()
 def take_back_a_change_of_a_class(side: Side, choice: Random) -> None:
-    """The newest patch, as contexts do."""
-    if side.home == "cpu":
-        _take_patches_back(1)
-
-
-def _take_patches_back(number: int | None = None) -> None:
-    for _ in range(len(_patched) if number is None else min(number, len(_patched))):
-        _patched.pop()()
+    """The newest patch, as contexts do; the twin has all of them."""
+    if side.held.get("patches"):
+        side.held["patches"].pop().undo()
 
 
 @act()
@@ -185,16 +171,15 @@ def replace_a_module_by_a_copy(side: Side, choice: Random) -> None:
     """A module, or a model inside the model."""
     modules = side.named("MLP", "Norm", "Linear", "Experts", "DecoderLayer", "DeltaNet", "Conv1d", "GELUActivation")
     path, module = choice.choice([*modules, *inner(side)])
-    side.put(path, copy.deepcopy(module))
+    side.model.set_submodule(path, copy.deepcopy(module))
 
 
-@act()
+@act(lambda side: bool(plain_linears(side)))
 def replace_a_module_by_a_new_one(side: Side, choice: Random) -> None:
-    """A layer of another size inside, or one that was trained elsewhere."""
-    path, module = choice.choice([(p, m) for p, m in side.named("Linear") if type(m) is nn.Linear] or [("", None)])
-    if module is not None:
-        rows, width = module.weight.shape
-        side.put(path, drawn(nn.Linear(width, rows, device=side.device, dtype=module.weight.dtype), 3))
+    """A layer that was trained elsewhere."""
+    path, module = choice.choice(plain_linears(side))
+    rows, width = module.weight.shape
+    side.model.set_submodule(path, drawn(nn.Linear(width, rows, device=side.device, dtype=module.weight.dtype), 3))
 
 
 @act()
@@ -202,26 +187,22 @@ def replace_a_norm_by_another_kind(side: Side, choice: Random) -> None:
     path, norm = choice.choice(side.named("Norm"))
     size = getattr(norm, "weight", None)
     if isinstance(size, torch.Tensor) and size.dim() == 1:
-        side.put(path, nn.RMSNorm(size.shape[0], eps=1e-5).to(size.device, size.dtype))
-
-
-def _has_equal_layers(side: Side) -> bool:
-    """Tell whether there are layers that can stand in each other's places: none that get another mask there."""
-    return len(side.named("DecoderLayer")) > 1 and not side.named("GatedDeltaNet")
+        side.model.set_submodule(path, nn.RMSNorm(size.shape[0], eps=1e-5).to(size.device, size.dtype))
 
 
 @act(lambda side: len(side.named("MLP")) > 1)
 def share_an_mlp(side: Side, choice: Random) -> None:
     (_, first), (path, _) = side.named("MLP")[:2]
-    side.put(path, first)
+    side.model.set_submodule(path, first)
 
 
-@act(_has_equal_layers)
+# layers that can stand in each other's places: none gets another mask there
+@act(lambda side: len(side.named("DecoderLayer")) > 1 and not side.named("GatedDeltaNet"))
 def share_or_exchange_layers(side: Side, choice: Random) -> None:
     (first, a), (second, b) = side.named("DecoderLayer")[:2]
-    side.put(second, a)
+    side.model.set_submodule(second, a)
     if choice.random() < 0.5:
-        side.put(first, b)
+        side.model.set_submodule(first, b)
 
 
 @act(lambda side: bool(_projected(side)))
@@ -230,20 +211,16 @@ def narrow_an_mlp(side: Side, choice: Random) -> None:
     mlp = choice.choice(_projected(side))
     kept = mlp.gate_proj.weight.shape[0] - 8
     for linear in (mlp.gate_proj, mlp.up_proj):
-        linear.weight = nn.Parameter(linear.weight.detach()[:kept].clone())
-        if linear.bias is not None:
-            linear.bias = nn.Parameter(linear.bias.detach()[:kept].clone())
+        for name, parameter in list(linear.named_parameters()):
+            setattr(linear, name, nn.Parameter(parameter.detach()[:kept].clone()))
     mlp.down_proj.weight = nn.Parameter(mlp.down_proj.weight.detach()[:, :kept].clone())
 
 
 def _projected(side: Side) -> list[Any]:
-    def is_plain(mlp: Any) -> bool:
-        parts = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-        if not all(type(part) is nn.Linear and "weight" in part._parameters for part in parts):
-            return False
-        return mlp.gate_proj.weight.shape == mlp.up_proj.weight.shape and mlp.gate_proj.weight.shape[0] > 16
-
-    return [m for _, m in side.named("MLP") if hasattr(m, "gate_proj") and is_plain(m)]
+    plain = [module for _, module in plain_linears(side)]
+    parts = ("gate_proj", "up_proj", "down_proj")
+    mlps = [m for _, m in side.named("MLP") if all(getattr(m, part, None) in plain for part in parts)]
+    return [m for m in mlps if m.gate_proj.weight.shape == m.up_proj.weight.shape and len(m.gate_proj.weight) > 16]
 
 
 acts(
@@ -257,11 +234,11 @@ acts(
 
 
 @act()
-def copy_deeply_and_drop_the_kernels_of_the_first(side: Side, choice: Random) -> None:
-    first = side.model
-    side.model = copy.deepcopy(first)
+def copy_deeply_and_drop_the_kernels_of_the_first(side: Side, choice: Random) -> nn.Module:
+    copied = copy.deepcopy(side.model)
     if side.has_kernels:
-        kernels_ext_npu.restore(first)
+        kernels_ext_npu.restore(side.model)
+    return copied
 
 
 @act(stays_off_the_hub)
@@ -289,29 +266,22 @@ def activations(side: Side) -> list[nn.Module]:
     return [getattr(module, name) for module, name in places(side)]
 
 
-def has_activations(side: Side) -> bool:
-    """Tell whether there are any."""
-    return bool(places(side))
-
-
-@act(has_activations)
-def change_an_activation(side: Side, choice: Random) -> None:
-    module, name = choice.choice(places(side))
-    setattr(module, name, ACT2FN[choice.choice(KINDS)])
-
-
-@act(has_activations)
-def share_an_activation(side: Side, choice: Random) -> None:
-    (module, name), (other, other_name) = choice.choice(places(side)), choice.choice(places(side))
-    setattr(module, name, getattr(other, other_name))
-
-
 def halve(x: Tensor) -> Tensor:
     """Do something else than any activation."""
     return 0.5 * x
 
 
-@act(has_activations)
+acts(
+    places,
+    change_an_activation=lambda side, choice: setattr(*choice.choice(places(side)), ACT2FN[choice.choice(KINDS)]),
+    share_an_activation=lambda side, choice: setattr(*choice.choice(places(side)), choice.choice(activations(side))),
+    replace_the_forward_of_an_activation=lambda side, choice: setattr(
+        choice.choice(activations(side)), "forward", halve
+    ),
+)
+
+
+@act(places)
 def call_an_activation(side: Side, choice: Random) -> None:
     """By itself, with gradients."""
     x = torch.linspace(-4, 4, 16, device=side.device, requires_grad=True)
@@ -321,12 +291,7 @@ def call_an_activation(side: Side, choice: Random) -> None:
         side.show_gradient(torch.autograd.grad(result.sum(), x)[0])
 
 
-@act(has_activations)
-def replace_the_forward_of_an_activation(side: Side, choice: Random) -> None:
-    choice.choice(activations(side)).forward = halve  # type: ignore[method-assign]
-
-
-@act(has_activations, is_ours=True)
+@act(places, is_ours=True)
 def restore_an_activation(side: Side, choice: Random) -> None:
     """Alone, without what it is in."""
     kernels_ext_npu.restore(choice.choice(activations(side)))

@@ -41,14 +41,11 @@ def step(side: Side) -> None:
 
 @act(can_train, computes=True)
 def step_with_sgd(side: Side, choice: Random) -> None:
-    backward(side)
-    step(side)
-
-
-@act(can_train, computes=True)
-def step_with_accumulated_and_clipped_gradients(side: Side, choice: Random) -> None:
-    backward(side, 2)
-    torch.nn.utils.clip_grad_norm_(trained(side), 0.5)
+    """With gradients of one call, or of two that are clipped."""
+    calls = choice.choice([1, 2])
+    backward(side, calls)
+    if calls == 2:
+        torch.nn.utils.clip_grad_norm_(trained(side), 0.5)
     step(side)
 
 

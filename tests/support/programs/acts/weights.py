@@ -36,6 +36,7 @@ acts(
     zero=_to_one(nn.init.zeros_),
     change_in_place=_to_one(lambda parameter: parameter.mul_(1.125).add_(0.0625)),
     freeze=lambda side, choice: side.model.requires_grad_(False),
+    unfreeze=lambda side, choice: side.model.requires_grad_(True),
     freeze_a_parameter=_to_one(lambda parameter: parameter.requires_grad_(False)),
     swap_tensors=_to_one(lambda parameter: torch.utils.swap_tensors(parameter, _scaled(parameter, 0.875))),
     replace_data=_of_data(lambda data: data * 0.75),
@@ -45,11 +46,15 @@ acts(
 )
 
 
+def _give(side: Side, name: str, parameter: nn.Parameter) -> None:
+    path, _, leaf = name.rpartition(".")
+    side.model.get_submodule(path)._parameters[leaf] = parameter
+
+
 @act()
 def replace_a_parameter(side: Side, choice: Random) -> None:
     name, parameter = choice.choice(side.parameters())
-    module, leaf = side.owner(name)
-    module._parameters[leaf] = _scaled(parameter, 1.25)
+    _give(side, name, _scaled(parameter, 1.25))
 
 
 @act()
@@ -57,12 +62,6 @@ def freeze_a_module(side: Side, choice: Random) -> None:
     """A module, or a model inside the model."""
     modules = side.named("Linear", "Norm", "MLP", "Experts", "Embedding", "DeltaNet")
     choice.choice([*modules, *inner(side)])[1].requires_grad_(False)
-
-
-@act()
-def unfreeze(side: Side, choice: Random) -> None:
-    for _, parameter in side.parameters():
-        parameter.requires_grad_(True)
 
 
 @act()
@@ -75,16 +74,14 @@ def tie_or_share_data(side: Side, choice: Random) -> None:
     if choice.random() < 0.5:
         parameter.data = other.data
     else:
-        module, leaf = side.owner(name)
-        module._parameters[leaf] = other
+        _give(side, name, other)
 
 
 @act()
 def untie(side: Side, choice: Random) -> None:
     """Give every name a parameter of its own."""
     for name, parameter in list(side.model.named_parameters(remove_duplicate=False)):
-        module, leaf = side.owner(name)
-        module._parameters[leaf] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+        _give(side, name, _scaled(parameter, 1))
 
 
 @act()
@@ -124,21 +121,15 @@ def cloned(state: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[s
     return {name: tensor.to(dtype=floating[name] or tensor.dtype, copy=True) for name, tensor in state.items()}
 
 
-@act()
-def take_a_state_dict(side: Side, choice: Random) -> None:
-    side.held["state"] = dict(side.model.state_dict())
-
-
-@act()
-def take_a_copy_of_the_state_dict(side: Side, choice: Random) -> None:
-    side.held["state"] = cloned(side.model.state_dict())
+acts(
+    take_a_state_dict=lambda side, choice: side.held.update(state=dict(side.model.state_dict())),
+    take_a_copy_of_the_state_dict=lambda side, choice: side.held.update(state=cloned(side.model.state_dict())),
+)
 
 
 @act(lambda side: "state" in side.held)
 def write_through_the_state_dict(side: Side, choice: Random) -> None:
-    state = side.held["state"]
-    key = choice.choice([name for name, tensor in state.items() if tensor.is_floating_point()])
-    state[key].mul_(0.875)
+    choice.choice([tensor for tensor in side.held["state"].values() if tensor.is_floating_point()]).mul_(0.875)
 
 
 def same_keys(side: Side) -> bool:
@@ -177,10 +168,6 @@ def plain_linears(side: Side) -> list[tuple[str, nn.Linear]]:
     return [(p, m) for p, m in side.model.named_modules() if type(m) is nn.Linear and "weight" in m._parameters]
 
 
-def _has_linears(side: Side) -> bool:
-    return bool(plain_linears(side))
-
-
 def _linear(side: Side, choice: Random) -> Any:
     return choice.choice(plain_linears(side))[1]
 
@@ -192,13 +179,13 @@ class Doubled(nn.Module):
         return 2 * weight
 
 
-@act(_has_linears)
+@act(plain_linears)
 def parametrize_by_weight_norm(side: Side, choice: Random) -> None:
     """The newer one, or the older one, by which a hook writes the weight before each call."""
     choice.choice([parametrizations.weight_norm, nn.utils.weight_norm])(_linear(side, choice))
 
 
-@act(_has_linears)
+@act(plain_linears)
 def parametrize_by_spectral_norm(side: Side, choice: Random) -> None:
     """Its vectors are drawn by each device for itself: here they are the singular vectors, on both."""
     linear = _linear(side, choice)
@@ -231,7 +218,7 @@ def remove_pruning(side: Side, choice: Random) -> None:
             prune.remove(module, "weight")
 
 
-@act(_has_linears)
+@act(plain_linears)
 def keep_a_weight_as_a_tensor(side: Side, choice: Random) -> None:
     """A weight that is no parameter any more."""
     module = _linear(side, choice)
@@ -254,22 +241,20 @@ def is_home(side: Side) -> bool:
     return not side.is_away
 
 
+def move_away(side: Side, is_away: bool) -> None:
+    """Move the model to the CPU, or to where it was at the start."""
+    move(side, side.model, "cpu" if is_away else side.home)
+    side.is_away = is_away
+
+
 @act(is_home)
 def move_to_the_cpu_and_back(side: Side, choice: Random) -> None:
-    move(side, side.model, "cpu")
-    move(side, side.model, side.home)
+    move_away(side, True)
+    move_away(side, False)
 
 
-@act(is_home)
-def move_to_the_cpu(side: Side, choice: Random) -> None:
-    move(side, side.model, "cpu")
-    side.is_away = True
-
-
-@act(lambda side: side.is_away)
-def move_home(side: Side, choice: Random) -> None:
-    move(side, side.model, side.home)
-    side.is_away = False
+acts(is_home, move_to_the_cpu=lambda side, choice: move_away(side, True))
+acts(lambda side: side.is_away, move_home=lambda side, choice: move_away(side, False))
 
 
 @act(is_home)

@@ -1,16 +1,14 @@
 """Ways to save and load of safetensors, accelerate and huggingface_hub."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import huggingface_hub
-from accelerate import Accelerator, checkpointing
-from accelerate.utils import OffloadedWeightsLoader, load_state_dict, offload
+from accelerate import Accelerator
+from accelerate.utils import load_state_dict
 from accelerate.utils import modeling as offloaded
-from huggingface_hub import PyTorchModelHubMixin, load_state_dict_from_file
-from safetensors import safe_open
+from huggingface_hub import PyTorchModelHubMixin
 from safetensors.torch import load, load_file, load_model, save, save_file, save_model
 from torch import Tensor, nn
 
@@ -31,11 +29,6 @@ def filed(state: dict[str, Tensor], folder: Path) -> None:
     save_file(state, folder / FILE)
 
 
-def in_slices(folder: Path) -> dict[str, Tensor]:
-    with safe_open(folder / FILE, "pt") as file:
-        return {name: file.get_slice(name)[:] for name in file.offset_keys()}
-
-
 add_of_state("safetensors_file", filed, lambda folder: load_file(folder / FILE))
 # what was copied to the host before lies there as it lay on the device
 add(
@@ -48,7 +41,6 @@ add_of_state(
     lambda state, folder: (folder / FILE).write_bytes(save(state)),
     lambda folder: load((folder / FILE).read_bytes()),
 )
-add_of_state("safetensors_in_slices", filed, in_slices)
 add(
     "safetensors_model",
     lambda model, folder: save_model(model, str(folder / FILE)),
@@ -62,31 +54,14 @@ add(
 
 # ---- accelerate ------------------------------------------------------------------------------------------------------
 add_of_state(
-    "accelerate_save",
-    lambda state, folder: accelerate.utils.save(state, folder / FILE),
-    lambda folder: accelerate.utils.load(folder / FILE, map_location="cpu"),
-)
-add_of_state(
     "accelerate_save_safetensors",
     lambda state, folder: accelerate.utils.save(state, folder / FILE, safe_serialization=True),
     lambda folder: load_state_dict(str(folder / FILE)),
 )
 add(
-    "accelerator_save",
-    lambda model, folder: Accelerator().save(
-        Accelerator().get_state_dict(model), folder / FILE, safe_serialization=True
-    ),
-    lambda fresh, folder: into(fresh, load_state_dict(str(folder / FILE), {"": "npu"})),
-)
-add(
     "accelerator_save_model",
     lambda model, folder: Accelerator().save_model(model, folder, max_shard_size=SHARD),
     lambda fresh, folder: accelerate.load_checkpoint_in_model(fresh, folder, strict=True),
-)
-add(
-    "accelerator_save_model_pickled",
-    lambda model, folder: Accelerator().save_model(model, folder, safe_serialization=False),
-    lambda fresh, folder: accelerate.load_checkpoint_in_model(fresh, folder, device_map={"": fresh.device}),
 )
 
 
@@ -99,19 +74,17 @@ def dispatched_to_disk(fresh: nn.Module, folder: Path) -> dict[str, Tensor]:
     return offloaded.get_state_dict_offloaded_model(loaded)
 
 
-for name, dispatch in {
-    "accelerate_dispatched": lambda fresh, folder: accelerate.load_checkpoint_and_dispatch(
-        fresh, str(folder), {"": place(fresh)}
-    ),
-    "accelerate_dispatched_to_disk": dispatched_to_disk,
-}.items():
-    add(name, lambda model, folder: Accelerator().save_model(model, folder), dispatch)
+add(
+    "accelerate_dispatched_to_disk",
+    lambda model, folder: Accelerator().save_model(model, folder),
+    dispatched_to_disk,
+)
 
 
-def save_state(model: nn.Module, folder: Path, **options: bool) -> None:
+def save_state(model: nn.Module, folder: Path) -> None:
     accelerator = Accelerator()
     accelerator.prepare(model)
-    accelerator.save_state(folder, **options)
+    accelerator.save_state(folder)
 
 
 def load_state(fresh: nn.Module, folder: Path) -> None:
@@ -120,53 +93,15 @@ def load_state(fresh: nn.Module, folder: Path) -> None:
     other.load_state(folder)
 
 
-for name, is_safe in {"accelerator_state": True, "accelerator_state_pickled": False}.items():
-    add(name, lambda model, folder, is_safe=is_safe: save_state(model, folder, safe_serialization=is_safe), load_state)
-
-
-def save_custom_state(model: nn.Module, folder: Path) -> None:
-    Accelerator()  # what they log with
-    checkpointing.save_custom_state(model, folder)
-
-
-add("accelerator_custom_state", save_custom_state, lambda fresh, folder: checkpointing.load_custom_state(fresh, folder))
-
-
-def to_disk(model: nn.Module, folder: Path) -> None:
-    accelerate.utils.offload_state_dict(folder, model.state_dict())
-
-
-def weight_by_weight(state: dict[str, Tensor], folder: Path) -> None:
-    index: dict = {}
-    for name, value in state.items():
-        offload.offload_weight(value, name, folder, index)
-    offload.save_offload_index(index, folder)
-
-
+add("accelerator_state", save_state, load_state)
 add(
     "accelerate_to_disk",
-    to_disk,
+    lambda model, folder: accelerate.utils.offload_state_dict(folder, model.state_dict()),
     lambda fresh, folder: offloaded.get_state_dict_offloaded_model(accelerate.disk_offload(fresh, folder)),
-)
-add_of_state(
-    "accelerate_weight_by_weight", weight_by_weight, lambda folder: dict(OffloadedWeightsLoader(save_folder=folder))
-)
-add(
-    "accelerate_weights_back_into_a_model",
-    to_disk,
-    lambda fresh, folder: accelerate.utils.load_offloaded_weights(
-        fresh, json.loads((folder / "index.json").read_text()), folder
-    ),
 )
 
 
 # ---- huggingface_hub -------------------------------------------------------------------------------------------------
-def split_by_hand(state: dict[str, Tensor], folder: Path) -> None:
-    split = huggingface_hub.split_torch_state_dict_into_shards(state, max_shard_size=SHARD)
-    for name, keys in split.filename_to_tensors.items():
-        save_file({key: state[key] for key in keys}, folder / name)
-
-
 def save_in_shards(model: nn.Module, folder: Path) -> None:
     huggingface_hub.save_torch_model(model, folder, max_shard_size=SHARD)
     assert len(list(folder.glob("*.safetensors"))) > 1
@@ -177,19 +112,6 @@ add(
     "hub_model_in_shards",
     save_in_shards,
     lambda fresh, folder: huggingface_hub.load_torch_model(fresh, folder, strict=True, map_location=fresh.device),
-)
-add_of_state(
-    "hub_state_dict", huggingface_hub.save_torch_state_dict, lambda folder: load_state_dict_from_file(folder / FILE)
-)
-add_of_state(
-    "hub_pickled_state_dict",
-    lambda state, folder: huggingface_hub.save_torch_state_dict(state, folder, safe_serialization=False),
-    lambda folder: load_state_dict_from_file(folder / "pytorch_model.bin", safe=False, weights_only=True),
-)
-add_of_state(
-    "hub_split_by_hand",
-    split_by_hand,
-    lambda folder: {k: v for path in folder.iterdir() for k, v in load_state_dict_from_file(path).items()},
 )
 
 

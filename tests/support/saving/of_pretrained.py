@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 from transformers.trainer_utils import load_sharded_checkpoint
 
@@ -39,30 +39,12 @@ def save_with_a_state_dict(model: PreTrainedModel, folder: Path) -> None:
     save(model, folder, state_dict={n: v.cpu() for n, v in model.state_dict().items()}, save_original_format=False)
 
 
-def save_beside_the_main_process(model: PreTrainedModel, folder: Path) -> None:
-    """A process that is not the main one writes nothing."""
-    save(model, folder, is_main_process=False)
-    assert not list(folder.glob("*.safetensors"))
-    save(model, folder)
-
-
 add("pretrained_model", save, pretrained)
-add("pretrained_beside_the_main_process", save_beside_the_main_process, pretrained)
 add("pretrained_in_shards", save_in_shards, load_sharded_checkpoint)
-add(
-    "pretrained_variant_in_shards",
-    partial(save, max_shard_size=SHARD, variant="other"),
-    partial(pretrained, variant="other"),
-)
 add(
     "pretrained_with_a_state_dict",
     save_with_a_state_dict,
     lambda fresh, folder: into(fresh, load_state_dict(folder / "model.safetensors")),
-)
-add(
-    "trainer_model",
-    lambda model, folder: Trainer(model, TrainingArguments(str(folder), report_to=[])).save_model(),
-    pretrained,
 )
 
 
@@ -89,12 +71,6 @@ def load_adapter(fresh: PeftModel, folder: Path) -> nn.Module:
     return loaded
 
 
-def load_adapter_state(fresh: PeftModel, folder: Path) -> nn.Module:
-    loaded = models.adapter_on(onto_a_base(fresh))
-    peft.set_peft_model_state_dict(loaded, load_file(folder / "adapter"))
-    return loaded
-
-
 def save_both(model: PeftModel, folder: Path) -> None:
     save_file(peft.get_base_model_state_dict(model), folder / "base")
     save_file(peft.get_peft_model_state_dict(model), folder / "adapter")
@@ -107,11 +83,6 @@ def load_both(fresh: PeftModel, folder: Path) -> None:
 
 add_adapted("peft_pretrained", save, lambda fresh, folder: PeftModel.from_pretrained(onto_a_base(fresh), folder))
 add_adapted("peft_pickled", partial(save, safe_serialization=False), load_adapter)
-add_adapted(
-    "peft_state_dict",
-    lambda model, folder: save_file(peft.get_peft_model_state_dict(model), folder / "adapter"),
-    load_adapter_state,
-)
 add_adapted("peft_base_state_dict", save_both, load_both)
 add_adapted(
     "peft_whole_state_dict",

@@ -9,13 +9,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import format_utils
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 from torch.package import PackageExporter, PackageImporter
 
@@ -33,7 +30,6 @@ def read(folder: Path, **options: Any) -> Any:
 
 
 add_of_state("torch_state_dict", saved, read)
-add_of_state("torch_mapped", saved, lambda folder: read(folder, mmap=True))
 # the format before archives, which writes storages as they are
 add_of_state("torch_legacy", lambda *args: saved(*args, _use_new_zipfile_serialization=False), read)
 # where it was saved from, and the model holds what was loaded
@@ -42,23 +38,12 @@ add(
     lambda model, folder: saved(model.state_dict(), folder),
     lambda fresh, folder: into(fresh, read(folder, map_location=fresh.device), assign=True),
 )
-# functions for which torch_npu puts its own into torch
-add_of_state(
-    "torch_serialized",
-    lambda state, folder: torch.serialization.save(state, folder / FILE),
-    lambda folder: torch.serialization.load(folder / FILE, map_location="cpu"),
-)
 add("torch_whole_model", saved, lambda fresh, folder: read(folder, weights_only=False, map_location=fresh.device))
 # parameters themselves, not what a state dict detaches from them
 add(
     "torch_parameters",
     lambda model, folder: saved(dict(model.named_parameters()), folder),
     lambda fresh, folder: into(fresh, read(folder), strict=False),
-)
-add_of_state(
-    "by_url",
-    saved,
-    lambda folder: torch.hub.load_state_dict_from_url((folder / FILE).as_uri(), str(folder), "cpu", progress=False),
 )
 add(
     "pickled",
@@ -95,25 +80,16 @@ add_of_state(
 
 
 # ---- distributed checkpoints, which are read into what a fresh model holds -------------------------------------------
-def checkpoint(state: dict[str, Any], folder: Path) -> None:
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
-
-
 def in_place(fresh: nn.Module, folder: Path) -> None:
     dcp.load(fresh.state_dict(), checkpoint_id=folder, no_dist=True)
 
 
-add("dcp_saved", lambda model, folder: checkpoint(model.state_dict(), folder), in_place)
+add("dcp_saved", lambda model, folder: dcp.save(model.state_dict(), checkpoint_id=folder, no_dist=True), in_place)
 # another thread writes what was copied to the host first
 add(
     "dcp_saved_meanwhile",
     lambda model, folder: dcp.async_save(model.state_dict(), checkpoint_id=folder, no_dist=True).result(),
     in_place,
-)
-add(
-    "dcp_by_former_names",
-    lambda model, folder: dcp.save_state_dict(model.state_dict(), dcp.FileSystemWriter(folder), no_dist=True),
-    lambda fresh, folder: dcp.load_state_dict(fresh.state_dict(), dcp.FileSystemReader(folder), no_dist=True),
 )
 add(
     "dcp_as_safetensors",
@@ -131,29 +107,6 @@ for name, options in {"dcp_model_state_dict": None, "dcp_model_state_dict_on_the
         lambda model, folder, options=options: saved(get_model_state_dict(model, options=options), folder),
         lambda fresh, folder, options=options: set_model_state_dict(fresh, read(folder), options=options),
     )
-
-
-def with_an_optimizer(model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
-    optimizer = torch.optim.SGD(model.parameters())
-    return optimizer, dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-
-
-def load_both(fresh: nn.Module, folder: Path) -> None:
-    optimizer, state = with_an_optimizer(fresh)
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
-    set_state_dict(fresh, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-
-add("dcp_state_dicts", lambda model, folder: checkpoint(with_an_optimizer(model)[1], folder), load_both)
-
-
-def there_and_back(state: dict[str, Tensor], folder: Path) -> None:
-    torch.save(state, folder / "first.pt")
-    format_utils.torch_save_to_dcp(folder / "first.pt", folder / "dcp")
-    format_utils.dcp_to_torch_save(folder / "dcp", folder / FILE)
-
-
-add_of_state("dcp_there_and_back", there_and_back, read)
 
 
 @way(kinds=("dense",))

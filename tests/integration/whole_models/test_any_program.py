@@ -235,7 +235,3 @@ def test_a_program_ends_where_zeros_leave_no_numbers(tmp_path: Path, variant: st
         assert program.is_over
     finally:
         program.close()
-
-
-def test_there_are_many_acts() -> None:
-    assert len(ACTS) >= 60

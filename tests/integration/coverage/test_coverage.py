@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from kernels_ext_npu.catalogue import (
     PATCHES,
     ROTARY,
     ROUTERS,
-    SERVING,
     TABLES,
 )
 from kernels_ext_npu.coverage import survey as surveying
@@ -99,26 +97,6 @@ def test_what_the_source_shows_is_counted(kind: str, pattern: str, is_served: bo
     assert is_served is None or {found[name] for name in expected} == {is_served}
 
 
-def test_model_types_are_in_the_folder_whose_configs_name_them() -> None:
-    declared: dict[str, set[str]] = {}
-    for path in SOURCE.glob("*/configuration_*.py"):
-        for name in re.findall(r'^    model_type(?:: ?\w+)? = "([^"]+)"', path.read_text(), re.MULTILINE):
-            declared.setdefault(name, set()).add(path.parent.name)
-    folder = {name: row.folder for row in survey() for name in row.folder.model_types}
-    known = {name: folders for name, folders in declared.items() if name in folder}
-    assert len(known) > 0.98 * len(folder)
-    with_files = {name for name in known if folder[name].files}
-    own = {name for name in with_files if any(list((SOURCE / path).glob("modeling_*.py")) for path in known[name])}
-    assert {name: known[name] for name in own if folder[name].name not in known[name]} == {}
-    assert {(name, folder[name].name) for name in with_files - own} == {
-        ("glmga", "glm46v"),
-        ("pp_chart2table", "got_ocr2"),
-        ("pp_chart2table_vision", "got_ocr2"),
-    }
-    assert folder["gpt-sw3"] == folder["gpt2"]  # without a config of its own
-    assert not [row for row in survey() if set(row.parts).intersection(row.folder.model_types)]
-
-
 def test_no_modeling_file_is_left_out() -> None:
     rows = [row for row in survey() if row.folder.model_types]
     read = [file.rpartition(".")[2] + ".py" for row in rows for file in row.folder.files]
@@ -171,132 +149,16 @@ def test_a_kernelized_model_has_what_its_model_types_are_said_to_have(registered
     assert len(swapped) >= SWAPPED.get(name, 3)
 
 
-TOY = """
-import math
-import torch
-from torch import nn
-from torch.nn import functional as F
-{imports}
-
-def rotate_half(x):
-    x1 = x[..., : x.shape[-1] // 2]
-    x2 = x[..., x.shape[-1] // 2 :]
-    return torch.cat((-x2, x1), dim=-1)
-
-def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    q_embed = (q * cos) + (rotate_half(q) * sin)
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return q_embed, k_embed
-
-def turn(q, cos, sin):
-    return q * cos - rotate_half(q) * sin
-
-def apply_rotary_to_all(qs, ks, cos, sin):
-    return [apply_rotary_pos_emb(q, k, cos, sin) for q, k in zip(qs, ks)]
-
-class Normalisation(nn.Module):
-    def forward(self, x):
-        kind = x.dtype
-        x = x.to(torch.float32)
-        mean_square = x.pow(2).mean(-1, keepdim=True)
-        x = x * torch.rsqrt(mean_square + self.variance_epsilon)
-        return self.weight * x.to(kind)
-
-class ToyRMSNorm(nn.Module):
-    def forward(self, x):
-        return x / x.abs().mean(-1, keepdim=True)
-
-class Block(nn.Module):
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-class ToyMLP(nn.Module):
-    def forward(self, x):
-        return self.down(F.silu(self.gate(x)).clamp(max=7) * self.up(x))
-
-class PlainMLP(nn.Module):
-    def forward(self, x):
-        return self.down(F.relu(self.up(x)))
-
-class ToyRotaryEmbedding(nn.Module):
-    def forward(self, position_ids):
-        angles = position_ids * self.inv_freq * math.pi
-        return angles.cos(), angles.sin()
-
-class ToyRouter(nn.Module):
-    def forward(self, x):
-        return self.gate(x).sigmoid().topk(2)
-
-class ToyExperts(nn.Module):
-    def forward(self, x):
-        return x
-
-class ToyAttention(nn.Module):
-    @staticmethod
-    def apply_rotary(q):
-        return q
-"""
-
-
-class ToyConfig(transformers.PreTrainedConfig):
-    model_type = "coverage_toy"
-    sub_configs = {"text_config": transformers.AutoConfig}  # noqa: RUF012  as transformers writes it
-
-    def __post_init__(self, **kwargs):
-        self.text_config = transformers.LlamaConfig()
-        super().__post_init__(**kwargs)
-
-
-@pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Makes a folder of transformers with the toy models."""
-    mapping = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-    monkeypatch.setattr(mapping, "_extra_content", dict(mapping._extra_content))
-    transformers.AutoConfig.register(ToyConfig.model_type, ToyConfig)
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def make(imports: str = "") -> Row:
-        monkeypatch.delitem(sys.modules, "modeling_toy", raising=False)
-        (tmp_path / "modeling_toy.py").write_text(TOY.replace("{imports}", imports))
-        (row,) = surveying.survey([surveying.Folder("toy", (ToyConfig.model_type,), ("modeling_toy",))])
-        return row
-
-    yield make
-    sys.modules.pop("modeling_toy", None)
-
-
-# not so PlainMLP, which has no gate, the helper rotate_half, and apply_rotary_to_all, which only calls what is served
-def test_toy_models_are_counted_by_what_they_compute_and_the_rest_by_name(toy) -> None:
-    row = toy()
-    assert row.parts == ("llama",)
-    assert row.missing == {}
-    assert {(entry.kind, entry.name): entry.layer for entry in row.entries} == {
-        ("norms", "Normalisation"): "RMSNorm",
-        ("norms", "ToyRMSNorm"): None,
-        ("gated MLPs", "Block"): "SwiGLUMLP or GeGLUMLP or ExactGeGLUMLP",
-        ("gated MLPs", "ToyMLP"): None,
-        ("rotary functions", "apply_rotary_pos_emb"): "RotaryPosEmb",
-        ("rotary functions", "turn"): None,
-        ("rotary functions", "ToyAttention.apply_rotary"): None,
-        ("rotary tables", "ToyRotaryEmbedding"): None,
-        ("experts", "ToyExperts"): None,
-        ("routers", "ToyRouter"): None,
-    }
-    assert {entry.reason for entry in row.entries if not entry.layer} == {classification.UNKNOWN}
-    assert [len(row.of(kernel)) for kernel in SERVING] == [2, 2, 4, 2, 0, 0, 0, 0]
-
-
 @pytest.mark.parametrize(
-    ("imports", "reason"),
+    ("code", "reason"),
     [
         ("import a_package_that_is_nowhere", "needs a_package_that_is_nowhere, which is not installed"),
         ("raise ImportError('a\\nb')", "cannot be imported: ImportError: a b"),
         ("raise OSError('libtoy.so: no such file')", "cannot be imported: OSError: libtoy.so: no such file"),
     ],
 )
-def test_what_cannot_be_imported_is_listed_with_the_reason(toy, imports: str, reason: str) -> None:
-    row = toy(imports)
-    assert row.entries == ()
-    assert row.missing == {"modeling_toy.py": reason}
+def test_what_cannot_be_imported_is_listed_with_the_reason(tmp_path: Path, monkeypatch, code: str, reason: str) -> None:
+    (tmp_path / "modeling_toy.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    (row,) = surveying.survey([surveying.Folder("toy", (), ("modeling_toy",))])
+    assert (row.entries, row.missing) == ((), {"modeling_toy.py": reason})

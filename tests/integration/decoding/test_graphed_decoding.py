@@ -25,24 +25,16 @@ pytestmark = pytest.mark.usefixtures("registered")
 
 # Model types that cannot be, by what is said of them. All others of the zoo that generate with a static cache can.
 REFUSED = {
-    "gemma3n_text": "modeling_gemma3n.py, line .*: copy_: the host waits",  # a number made a tensor in the forward
-    "doge": "caller_masks.py, line .*: _local_scalar_dense: the host waits",
-    "doge-moe": "caller_masks.py, line .*: _local_scalar_dense: the host waits",
-    "falcon": "modeling_falcon.py, line .*: copy_: the host waits",
-    "falcon-grouped": "modeling_falcon.py, line .*: copy_: the host waits",
-    "jetmoe": "modeling_jetmoe.py, line .*: copy_: the host waits",
-    "phimoe": "modeling_phimoe.py, line .*: copy_: the host waits",
-    "longcat_flash": "modeling_longcat_flash.py, line .*: nonzero: the host waits",
-    "recurrent_gemma": "every step changes what Python keeps, .*: model.model.layers.0.temporal_block.conv1d_state",
-    "t5": "masking_utils.py, line .*: _local_scalar_dense: the host waits",
-    "mt5": "masking_utils.py, line .*: _local_scalar_dense: the host waits",
-    "t5gemma": "masking_utils.py, line .*: _local_scalar_dense: the host waits",
-    "mpt": "pass cache_implementation='static'",
-    "mamba": "pass cache_implementation='static'",
-    "mamba2": "pass cache_implementation='static'",
-    "falcon_mamba": "pass cache_implementation='static'",
-    "rwkv": "pass cache_implementation='static'",
-    "minimax": "pass cache_implementation='static'",
+    name: said
+    for said, names in {
+        "modeling_.*.py, line .*: copy_: the host waits": "gemma3n_text falcon falcon-grouped jetmoe phimoe",
+        "modeling_.*.py, line .*: nonzero: the host waits": "longcat_flash",
+        "caller_masks.py, line .*: _local_scalar_dense: the host waits": "doge doge-moe",
+        "masking_utils.py, line .*: _local_scalar_dense: the host waits": "t5 mt5 t5gemma",
+        "every step changes what Python keeps, .*: model.model.layers.0.temporal_block.conv1d_state": "recurrent_gemma",
+        "pass cache_implementation='static'": "mpt mamba mamba2 falcon_mamba rwkv minimax",
+    }.items()
+    for name in names.split()
 }
 
 

@@ -1,7 +1,6 @@
 """Classes are matched by what they compute: same words in other names match, other words do not."""
 
 import functools
-import inspect
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from kernels_ext_npu.matching.classification import UNSUPPORTED, attention_refus
 from kernels_ext_npu.matching.fingerprint import fingerprint
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.collection import PATTERNS
-from kernels_ext_npu.patterns.norms.rms_norms import GemmaRMSNorm, LlamaRMSNorm, Olmo2RMSNorm
+from kernels_ext_npu.patterns.norms.rms_norms import GemmaRMSNorm, LlamaRMSNorm
 from kernels_ext_npu.patterns.variant import variant
 
 SQUARE = "hidden_states.pow(2).mean(-1, keepdim=True)"
@@ -44,10 +43,6 @@ def test_a_norm_in_other_words_matches_where_it_computes_the_same(name: str) -> 
     base, changes, layer = WRITTEN[name]
     found = find_pattern(variant(name, base, changes))
     assert (found and found.layers) == (layer and (layer,))
-
-
-def test_torchs_own_norm_is_matched() -> None:
-    assert find_pattern(nn.RMSNorm).layers == ("RMSNormCastLast",)
 
 
 class OtherHelper(GemmaRMSNorm):
@@ -159,11 +154,6 @@ def test_every_reference_matches_itself_and_no_other() -> None:
     assert len(set(patterns)) == len(patterns)
     for reference in PATTERNS:
         assert find_pattern(reference.original) is reference
-
-
-def test_a_variant_has_a_source_of_its_own() -> None:
-    assert "(self.weight * hidden_states).to(input_dtype)" in inspect.getsource(Olmo2RMSNorm.forward)
-    assert "(self.weight * hidden_states).to(input_dtype)" not in inspect.getsource(LlamaRMSNorm.forward)
 
 
 def test_a_variant_says_which_words_are_not_there() -> None:

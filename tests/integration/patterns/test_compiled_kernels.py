@@ -60,11 +60,10 @@ def test_a_function_is_one_graph(function: Function, is_dynamic: bool) -> None:
 
 
 def of_layers() -> list:
-    """Return a case of each layer; of two families with many the most wait for a long run."""
+    """Return a case of each layer; most wait for a long run, since there are graphs of the functions that they call."""
     cases = {case.name: case for case in CASES if case.name != LOOKS}
-    many = [name for name in cases if LAYERS[name] in ("RoPE", "FusedMoE")]
-    late = {name for number, name in enumerate(many) if number % 5}
-    late |= {name for name in cases if LAYERS[name] == "LinearAttention"}  # of whose functions there are graphs
+    late = {name for number, name in enumerate(sorted(cases, key=LAYERS.get)) if number % 5}
+    late |= {name for name in cases if LAYERS[name] == "LinearAttention"}
     return [pytest.param(case, marks=[pytest.mark.long] * (name in late), id=name) for name, case in cases.items()]
 
 

@@ -73,12 +73,6 @@ def test_selective_checkpointing_takes_what_was_saved_for_what_it_is(name: str, 
     assert_gradients_near(gradients(model, name), expected(name))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_kept_may_wait_on_the_host(name: str) -> None:
-    with torch.autograd.graph.save_on_cpu():
-        assert_gradients_near(gradients(build(name, "npu"), name), expected(name))
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("reentrant", [False, True])

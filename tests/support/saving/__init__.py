@@ -1,1 +1,1 @@
-"""Every public way to save and load a model: what each does, and which public names it goes through."""
+"""Public ways to save and load a model, of which each does something else with what the model holds."""

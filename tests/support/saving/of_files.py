@@ -1,15 +1,13 @@
 """Ways to save and load of safetensors, accelerate and huggingface_hub."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import huggingface_hub
-from accelerate import Accelerator, checkpointing
-from accelerate.utils import load_state_dict
+from accelerate import Accelerator
 from accelerate.utils import modeling as offloaded
-from huggingface_hub import PyTorchModelHubMixin, load_state_dict_from_file
+from huggingface_hub import PyTorchModelHubMixin
 from safetensors.torch import load, load_file, load_model, save, save_file, save_model
 from torch import Tensor, nn
 
@@ -62,10 +60,10 @@ def dispatched_to_disk(fresh: nn.Module, folder: Path) -> dict[str, Tensor]:
     return offloaded.get_state_dict_offloaded_model(loaded)
 
 
-def save_state(model: nn.Module, folder: Path, **options: bool) -> None:
+def save_state(model: nn.Module, folder: Path) -> None:
     accelerator = Accelerator()
     accelerator.prepare(model)
-    accelerator.save_state(folder, **options)
+    accelerator.save_state(folder)
 
 
 def load_state(fresh: nn.Module, folder: Path) -> None:
@@ -74,42 +72,19 @@ def load_state(fresh: nn.Module, folder: Path) -> None:
     other.load_state(folder)
 
 
-def save_custom_state(model: nn.Module, folder: Path) -> None:
-    Accelerator()  # what they log with
-    checkpointing.save_custom_state(model, folder)
-
-
 def to_disk(model: nn.Module, folder: Path) -> None:
     accelerate.utils.offload_state_dict(folder, model.state_dict())
 
 
 WAYS |= {
-    "accelerate_save": of_state(
-        lambda state, folder: accelerate.utils.save(state, folder / FILE),
-        lambda folder: accelerate.utils.load(folder / FILE, map_location="cpu"),
-    ),
-    "accelerator_save": Way(
-        lambda model, folder: Accelerator().save(
-            Accelerator().get_state_dict(model), folder / FILE, safe_serialization=True
-        ),
-        lambda fresh, folder: into(fresh, load_state_dict(str(folder / FILE), {"": "npu"})),
-    ),
     "accelerator_save_model": Way(
         lambda model, folder: Accelerator().save_model(model, folder, max_shard_size=SHARD),
         lambda fresh, folder: accelerate.load_checkpoint_in_model(fresh, folder, strict=True),
-    ),
-    "accelerator_save_model_pickled": Way(
-        lambda model, folder: Accelerator().save_model(model, folder, safe_serialization=False),
-        lambda fresh, folder: accelerate.load_checkpoint_in_model(fresh, folder, device_map={"": fresh.device}),
     ),
     "accelerate_dispatched_to_disk": Way(
         lambda model, folder: Accelerator().save_model(model, folder), dispatched_to_disk
     ),
     "accelerator_state": Way(save_state, load_state),
-    "accelerator_state_pickled": Way(partial(save_state, safe_serialization=False), load_state),
-    "accelerator_custom_state": Way(
-        save_custom_state, lambda fresh, folder: checkpointing.load_custom_state(fresh, folder)
-    ),
     "accelerate_to_disk": Way(
         to_disk, lambda fresh, folder: offloaded.get_state_dict_offloaded_model(accelerate.disk_offload(fresh, folder))
     ),
@@ -146,10 +121,6 @@ WAYS |= {
     "hub_model_in_shards": Way(
         save_in_shards,
         lambda fresh, folder: huggingface_hub.load_torch_model(fresh, folder, strict=True, map_location=fresh.device),
-    ),
-    "hub_pickled_state_dict": of_state(
-        lambda state, folder: huggingface_hub.save_torch_state_dict(state, folder, safe_serialization=False),
-        lambda folder: load_state_dict_from_file(folder / "pytorch_model.bin", safe=False, weights_only=True),
     ),
     "hub_mixin": Way(publish, read_published),
 }

@@ -50,9 +50,6 @@ def from_a_state_dict(fresh: PreTrainedModel, folder: Path) -> PreTrainedModel:
 WAYS |= {
     "pretrained_model": Way(save, pretrained),
     "pretrained_in_shards": Way(save_in_shards, load_sharded_checkpoint),
-    "pretrained_variant_in_shards": Way(
-        partial(save, max_shard_size=SHARD, variant="other"), partial(pretrained, variant="other")
-    ),
     "pretrained_with_a_state_dict": Way(
         save_with_a_state_dict, lambda fresh, folder: into(fresh, load_state_dict(folder / "model.safetensors"))
     ),
@@ -79,12 +76,6 @@ def load_adapter(fresh: PeftModel, folder: Path) -> nn.Module:
     return loaded
 
 
-def load_adapter_state(fresh: PeftModel, folder: Path) -> nn.Module:
-    loaded = models.adapter_on(onto_a_base(fresh))
-    peft.set_peft_model_state_dict(loaded, load_file(folder / "adapter"))
-    return loaded
-
-
 def save_both(model: PeftModel, folder: Path) -> None:
     save_file(peft.get_base_model_state_dict(model), folder / "base")
     save_file(peft.get_peft_model_state_dict(model), folder / "adapter")
@@ -99,9 +90,6 @@ adapted = partial(Way, kinds=("adapted",))
 WAYS |= {
     "peft_pretrained": adapted(save, lambda fresh, folder: PeftModel.from_pretrained(onto_a_base(fresh), folder)),
     "peft_pickled": adapted(partial(save, safe_serialization=False), load_adapter),
-    "peft_state_dict": adapted(
-        lambda model, folder: save_file(peft.get_peft_model_state_dict(model), folder / "adapter"), load_adapter_state
-    ),
     "peft_base_state_dict": adapted(save_both, load_both),
     "peft_whole_state_dict": adapted(
         lambda model, folder: torch.save(model.state_dict(), folder / "state.pt"),

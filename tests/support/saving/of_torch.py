@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import format_utils
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -61,10 +60,6 @@ WAYS |= {
         lambda model, folder: saved(dict(model.named_parameters()), folder),
         lambda fresh, folder: into(fresh, read(folder), strict=False),
     ),
-    "by_url": of_state(
-        saved,
-        lambda folder: torch.hub.load_state_dict_from_url((folder / FILE).as_uri(), str(folder), "cpu", progress=False),
-    ),
     "pickled": Way(
         lambda model, folder: (folder / FILE).write_bytes(pickle.dumps(model)),
         lambda fresh, folder: pickle.loads((folder / FILE).read_bytes()),
@@ -110,12 +105,6 @@ def load_both(fresh: nn.Module, folder: Path) -> None:
     set_state_dict(fresh, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def there_and_back(state: dict[str, Tensor], folder: Path) -> None:
-    torch.save(state, folder / "first.pt")
-    format_utils.torch_save_to_dcp(folder / "first.pt", folder / "dcp")
-    format_utils.dcp_to_torch_save(folder / "dcp", folder / FILE)
-
-
 def export(model: nn.Module, folder: Path) -> None:
     """One MLP, whose weights the program holds; the others are there already."""
     mlp = model.model.layers[0].mlp
@@ -136,10 +125,6 @@ WAYS |= {
         lambda model, folder: dcp.async_save(model.state_dict(), checkpoint_id=folder, no_dist=True).result(),
         in_place,
     ),
-    "dcp_by_former_names": Way(
-        lambda model, folder: dcp.save_state_dict(model.state_dict(), dcp.FileSystemWriter(folder), no_dist=True),
-        lambda fresh, folder: dcp.load_state_dict(fresh.state_dict(), dcp.FileSystemReader(folder), no_dist=True),
-    ),
     "dcp_as_safetensors": Way(
         lambda model, folder: dcp.save(
             model.state_dict(), storage_writer=dcp.HuggingFaceStorageWriter(str(folder)), no_dist=True
@@ -151,6 +136,5 @@ WAYS |= {
     "dcp_model_state_dict": by_options(None),
     "dcp_model_state_dict_on_the_host": by_options(StateDictOptions(full_state_dict=True, cpu_offload=True)),
     "dcp_state_dicts": Way(lambda model, folder: checkpoint(with_an_optimizer(model)[1], folder), load_both),
-    "dcp_there_and_back": of_state(there_and_back, read),
     "exported": Way(export, load_exported, kinds=("dense",)),
 }

@@ -279,20 +279,6 @@ def test_chosen_keys_in_packed_sequences(kernel: ModuleType, name: str | None) -
     assert (out.cpu().double() - seen_by(q, k, v, seen)).abs().max() <= 2**-20
 
 
-def test_biases_of_positions_are_added_to_scores(kernel: ModuleType) -> None:
-    q, k, v = (torch.randn(2, 2, TOKENS, 8, generator=torch.Generator().manual_seed(s)) for s in range(3))
-    bias = torch.randn(1, 2, TOKENS, TOKENS, generator=torch.Generator().manual_seed(3))
-    leaf = bias.npu().requires_grad_()
-    mask = kernel.attention_mask(2, TOKENS, TOKENS)
-    out, _ = kernel.attention_forward(Module(), *(t.npu() for t in (q, k, v)), mask, position_bias=leaf)
-    exact = bias.double().requires_grad_()
-    expected = seen_by(q, k, v, torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(), exact)
-    out.sum().backward()
-    expected.sum().backward()
-    assert (out.detach().cpu().double() - expected.detach()).abs().max() <= 2**-20
-    assert (leaf.grad.cpu() - exact.grad).abs().max() <= 2**-18
-
-
 def test_what_is_not_computed_is_refused(kernel: ModuleType) -> None:
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(ValueError, match="block_indices are not supported"):

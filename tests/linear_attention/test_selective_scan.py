@@ -12,11 +12,10 @@ from torch._subclasses import FakeTensorMode
 from transformers.models.mamba import modeling_mamba
 
 from kernels_ext_npu.measuring.costs import Cost
+from tests.linear_attention.test_delta_rules import FURTHER, ROUNDINGS, away
 
 NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
 OPTIONAL = NAMES[5:]
-# as in test_delta_rules.py: both are off by roundings of float32 that accumulate in other orders
-FURTHER, ROUNDINGS = 3, 100 * 2.0**-24
 
 
 def draw(seed: int, batch: int, length: int, fades: float = 1.0, dtype: torch.dtype = torch.float32, channels: int = 6):
@@ -55,10 +54,6 @@ def weights_for(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     generator, u = torch.Generator().manual_seed(1), tensors["u"]
     state = (u.shape[0], *tensors["A"].shape)
     return torch.randn(u.shape, generator=generator), torch.randn(state, generator=generator)
-
-
-def away(found: Tensor, exact: Tensor) -> float:
-    return (found.double() - exact).norm().item() / max(exact.norm().item(), exact.numel() ** 0.5)
 
 
 lengths = st.one_of(st.sampled_from([1, 2, 31, 32, 33, 64, 65]), st.integers(1, 100))

@@ -1,21 +1,10 @@
 """What the activations launch, within and beyond the limits of their operators, and tensors of other layouts."""
 
-import math
-
 import pytest
 import torch
-from torch import Tensor
 
 import softnpu
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def quick_gelu(x: Tensor) -> Tensor:
-    return x / (1 + torch.exp(-1.702 * x))
-
+from kernels_ext_npu.selftest.functions.norms import gelu_tanh, quick_gelu
 
 # the function, its formula, and what it calls on the NPU
 FUNCTIONS = {

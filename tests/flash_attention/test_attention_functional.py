@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
 import softnpu
 from kernels_ext_npu.selftest.functions import attention as attention_formula
-from tests.support.memory import Largest
 
 # Weights and values are rounded to the dtype, sums of a few values are in float32: the result, a mean of values of size
 # one, is off by a rounding of itself and as many of weights as there are keys, which add up to one. Gradients have one
@@ -114,7 +114,8 @@ def test_every_flag_with_every_other_in_packed_sequences(kernel: ModuleType, dat
         "window_size": data.draw(windows),
     }
     slopes = data.draw(st.sampled_from([None, None, torch.linspace(0.1, 1, n), torch.rand(len(lengths), n)]))
-    tensors = draw(0, (sum(q_lengths), n, d), (sum(k_lengths), n_k, d), (sum(k_lengths), n_k, d_v), dtype=dtype)
+    rest, total, keys = data.draw(st.integers(0, 2)), sum(q_lengths), sum(k_lengths)
+    tensors = draw(0, (total + rest, n, d), (keys, n_k, d), (keys, n_k, d_v), dtype=dtype)
     sinks = draw(2, (n,))[0] if data.draw(st.booleans()) else None
     ends, key_ends = (torch.tensor([0, *column]).cumsum(0).int().npu() for column in (q_lengths, k_lengths))
     on_npu = None if slopes is None else slopes.npu()
@@ -124,7 +125,10 @@ def test_every_flag_with_every_other_in_packed_sequences(kernel: ModuleType, dat
         lambda q, k, v, s=None: kernel.flash_attn_varlen_func(
             q, k, v, ends, key_ends, max(q_lengths), max(k_lengths), alibi_slopes=on_npu, s_aux=s, **options
         ),
-        lambda q, k, v, s=None: attention_formula.packed(q, k, v, *lengths_and_scale, slopes=slopes, sinks=s, **truth),
+        lambda q, k, v, s=None: F.pad(  # what lies behind the last sequence is zero
+            attention_formula.packed(q[:total], k, v, *lengths_and_scale, slopes=slopes, sinks=s, **truth),
+            (0, 0, 0, 0, 0, rest),
+        ),
         tensors, sinks, dtype,
     )  # fmt: skip
 
@@ -147,15 +151,6 @@ def test_sequences_that_fill_their_rows_are_no_copies_in_the_gradient(kernel: Mo
     softnpu.reset_counters()
     torch.autograd.grad(result, (q, k, v), gradient)
     assert {name: n for name, n in softnpu.counters().items() if n} == {"npu_fusion_attention_grad_v3": 1}
-
-
-@pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window_size": (7, 0)}, {}])
-def test_nothing_of_queries_times_keys_is_allocated(kernel: ModuleType, options) -> None:
-    """4,096 x 4,096 scores of a head would be 16 MB as booleans; results and statistics are less than 1 MB."""
-    q, k, v = (torch.empty(1, 4096, 1, 16, dtype=torch.bfloat16, device="npu") for _ in range(3))
-    with torch._subclasses.FakeTensorMode() as mode, Largest() as largest:
-        kernel.flash_attn_func(*(mode.from_tensor(t) for t in (q, k, v)), **options)
-    assert largest.elements <= max(2048 * 2048 * bool(options), q.numel())
 
 
 def test_lengths_on_the_device_are_read_once_however_many_layers_want_them(kernel: ModuleType) -> None:
@@ -193,14 +188,6 @@ def test_more_sequences_than_a_launch_takes(kernel: ModuleType, npu_counters) ->
     agrees(leaves[2].grad, exact[2].grad, torch.float32)
 
 
-def test_what_lies_behind_the_last_sequence_is_zero(kernel: ModuleType) -> None:
-    q, k, v = (t.npu() for t in draw(0, (9, 2, 8), (8, 2, 8), (8, 2, 8)))
-    found = kernel.flash_attn_varlen_func(q, k, v, [0, 4, 6], [0, 4, 6], causal=True)
-    assert found.shape == (9, 2, 8)
-    assert not found[6:].any()
-    assert found[:6].any()
-
-
 # ---- one query over a cache ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 600])
@@ -220,12 +207,6 @@ def test_one_query_takes_the_operator_of_inference_and_no_mask(kernel: ModuleTyp
     assert not {"repeat_interleave", "ones", "triu"} & softnpu.counters().keys()
     exact = (t.double() for t in (q, k, v))
     agrees(found, attention_formula.attention(*exact, 0.25, True, options.get("window_size", (-1, -1))), dtype)
-
-
-def test_one_query_with_a_gradient_takes_the_operator_that_has_one(kernel: ModuleType, npu_counters) -> None:
-    q, k, v = draw(0, (2, 1, 4, 16), (2, 7, 2, 16), (2, 7, 2, 16), dtype=torch.bfloat16)
-    kernel.flash_attn_func(q.npu().requires_grad_(), k.npu(), v.npu(), causal=True)
-    assert launched() == {"npu_fusion_attention_v3": 1}
 
 
 # ---- dropout, determinism --------------------------------------------------------------------------------------------

@@ -81,10 +81,10 @@ def describe(kernel: ModuleType, name: str, padding: Tensor | None, queries: int
     return found, expected
 
 
-def seen_by(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+def seen_by(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """Compute attention in float64; a query that sees nothing gives zero."""
     q, k, v = q.double(), *(t.double().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    scores = (q @ k.mT * 8**-0.5 + bias).masked_fill(~seen, -torch.inf)
+    scores = (q @ k.mT * 8**-0.5).masked_fill(~seen, -torch.inf)
     return (scores.softmax(-1).masked_fill(~seen, 0.0) @ v).transpose(1, 2)
 
 
@@ -178,8 +178,7 @@ def test_positions_of_a_batch_that_is_not_packed_move_no_chunks(kernel: ModuleTy
     assert torch.equal(found.mask(), masking_utils.sdpa_mask(**sizes, mask_function=chunks))
     q = torch.randn(2, 1, TOKENS, 8, generator=torch.Generator().manual_seed(0))
     out = kernel.attention_forward(Module(), *[q.npu()] * 3, found)[0]
-    scores = (q.double() @ q.double().mT * 8**-0.5).masked_fill(~found.mask(), -torch.inf)
-    assert (out.cpu().double() - (scores.softmax(-1) @ q.double()).transpose(1, 2)).abs().max() <= 2**-20
+    assert (out.cpu().double() - seen_by(q, q, q, found.mask())).abs().max() <= 2**-20
 
 
 # ---- lengths of the caller -------------------------------------------------------------------------------------------
@@ -277,20 +276,6 @@ def test_chosen_keys_in_packed_sequences(kernel: ModuleType, name: str | None) -
         Module(), *(t.npu() for t in (q, k, v)), mask, cu_seq_lens_q=ends, cu_seq_lens_k=ends, indices=chosen.npu()
     )
     assert (out.cpu().double() - seen_by(q, k, v, seen)).abs().max() <= 2**-20
-
-
-def test_biases_of_positions_are_added_to_scores(kernel: ModuleType) -> None:
-    q, k, v = (torch.randn(2, 2, TOKENS, 8, generator=torch.Generator().manual_seed(s)) for s in range(3))
-    bias = torch.randn(1, 2, TOKENS, TOKENS, generator=torch.Generator().manual_seed(3))
-    leaf = bias.npu().requires_grad_()
-    mask = kernel.attention_mask(2, TOKENS, TOKENS)
-    out, _ = kernel.attention_forward(Module(), *(t.npu() for t in (q, k, v)), mask, position_bias=leaf)
-    exact = bias.double().requires_grad_()
-    expected = seen_by(q, k, v, torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril(), exact)
-    out.sum().backward()
-    expected.sum().backward()
-    assert (out.detach().cpu().double() - expected.detach()).abs().max() <= 2**-20
-    assert (leaf.grad.cpu() - exact.grad).abs().max() <= 2**-18
 
 
 def test_what_is_not_computed_is_refused(kernel: ModuleType) -> None:

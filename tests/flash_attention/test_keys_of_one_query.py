@@ -54,20 +54,6 @@ def test_an_operator_chooses_for_one_query_among_any_keys(kernel: ModuleType, np
     assert ("npu_lightning_indexer" in npu_counters()) == (name != "added")
 
 
-def test_a_graph_looks_where_the_keys_are_at_each_replay(kernel: ModuleType) -> None:
-    q, k, w = drawn((BATCH, 1, 16, 128), (BATCH, KEYS, 128), (BATCH, 1, 16), dtype=torch.bfloat16)
-    given, graph = [t.npu() for t in (q, k, w.float())], torch.npu.NPUGraph()
-    kept = torch.ones(BATCH, KEYS, dtype=torch.bool, device="npu")
-    with torch.npu.graph(graph):
-        mask = kernel.attention_mask(BATCH, 1, KEYS, KEYS - 1, attention_mask=kept, device="npu")
-        found = [kernel.top_k_keys(*given, mask, COUNT) for _ in range(2)]  # of two layers
-    for seen in PROMPTS.values():
-        kept.copy_(seen)
-        graph.replay()
-        for each in found:
-            assert_chosen(each, index_scores(q, k, w, 1.0), seen.expand(BATCH, -1)[:, None, None], COUNT)
-
-
 def test_layers_look_once_where_the_keys_are(kernel: ModuleType, npu_counters) -> None:
     mask = kernel.attention_mask(BATCH, 1, KEYS, KEYS - 1, attention_mask=PADDING.npu(), device="npu")
     q, k, w = drawn((BATCH, 1, 16, 128), (BATCH, KEYS, 128), (BATCH, 1, 16), dtype=torch.bfloat16)

@@ -27,12 +27,6 @@ def exact(logits: Tensor, k: int, bias: Tensor | None = None, **options) -> tupl
     return torch.zeros_like(scores).scatter(-1, experts, chosen * options.get("scale", 1.0)), experts.sort().values
 
 
-def spread(weights: Tensor, experts: Tensor, number: int) -> Tensor:
-    return torch.zeros(len(weights), number, dtype=torch.float64).scatter(
-        -1, experts.cpu(), weights.detach().cpu().double()
-    )
-
-
 CASES = {
     "sigmoid": ({"k": 3}, False),
     "sigmoid, bias, groups": ({"k": 5, "groups": 4, "top_groups": 2, "scale": 2.5}, True),
@@ -71,7 +65,8 @@ def test_weights_experts_and_gradients_are_those_of_float64(kernel, name, device
         assert counters.get("stream_syncs", 0) == 0
         assert (weights.dtype, experts.dtype, weights.requires_grad) == (torch.float32, torch.int64, trains)
         assert torch.equal(experts.cpu().sort().values, chosen)
-        torch.testing.assert_close(spread(weights, experts, 16), expected.detach(), rtol=1e-6, atol=1e-9)
+        found = torch.zeros(19, 16).scatter(-1, experts.cpu(), weights.detach().cpu()).double()
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=1e-9)
     weights.backward(grad.to(device).gather(-1, experts))
     assert (leaf.grad.cpu().double() - truth.grad).norm() <= 1e-6 * truth.grad.norm()
 

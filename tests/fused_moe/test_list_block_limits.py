@@ -19,11 +19,6 @@ def hook(module: nn.Module) -> None:
     module.experts[1].down_proj.register_forward_hook(lambda linear, arguments, y: 2 * y)
 
 
-def wrap_forward(module: nn.Module) -> None:
-    forward = module.experts[1].forward
-    module.experts[1].forward = lambda x: 2 * forward(x)
-
-
 def one_bias(module: nn.Module) -> None:
     linear = module.experts[1].up_proj
     linear.bias = nn.Parameter(torch.ones(linear.out_features, device=linear.weight.device))
@@ -35,7 +30,6 @@ def other_activation(module: nn.Module) -> None:
 
 MISFITS = {
     hook: "a projection has hooks or a wrapped forward",
-    wrap_forward: "an expert has hooks or a wrapped forward",
     one_bias: "only some experts have a bias",
     other_activation: "the experts differ in their activation",
 }

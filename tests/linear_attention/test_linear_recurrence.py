@@ -31,12 +31,10 @@ def draw(seed: int, batch: int, length: int) -> list[Tensor]:
     return [decays, *(torch.randn(*size, 5, generator=generator) for size in ((batch, length), (batch,)))]
 
 
-def results_and_gradients(function, tensors: list[Tensor]) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    out, last = function(*leaves)
-    weights = [torch.linspace(-9, 9, x.numel()).sin().view(x.shape).to(x) for x in (out, last)]
-    loss = (out * weights[0]).sum() + (last * weights[1]).sum()
-    return [x.detach().cpu() for x in (out, last, *torch.autograd.grad(loss, leaves))]
+def results(found: tuple[Tensor, Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    """Return results, the state, and the gradients of all arguments."""
+    loss = sum((y * torch.linspace(-9, 9, y.numel()).sin().view(y.shape).to(y)).sum() for y in found)
+    return [*(y.detach() for y in found), *torch.autograd.grad(loss, leaves)]
 
 
 @given(
@@ -44,11 +42,10 @@ def results_and_gradients(function, tensors: list[Tensor]) -> list[Tensor]:
 )
 @settings(max_examples=15, deadline=None)
 def test_states_and_gradients_are_those_of_float64(kernel: ModuleType, seed: int, batch: int, length: int) -> None:
-    tensors = draw(seed, batch, length)
-    exact = results_and_gradients(truth, [x.double() for x in tensors])
-    found = results_and_gradients(kernel.linear_recurrence, [x.npu() for x in tensors])
-    for ours, wanted in zip(found, exact, strict=True):
-        assert (ours.double() - wanted).norm() <= ROUNDINGS * max(float(wanted.norm()), wanted.numel() ** 0.5)
+    exact, moved = ([fit(x).requires_grad_() for x in draw(seed, batch, length)] for fit in (Tensor.double, Tensor.npu))
+    found = results(kernel.linear_recurrence(*moved), moved)
+    for ours, wanted in zip(found, results(truth(*exact), exact), strict=True):
+        assert (ours.cpu().double() - wanted).norm() <= ROUNDINGS * max(float(wanted.norm()), wanted.numel() ** 0.5)
 
 
 @pytest.mark.parametrize(("tokens", "most"), [(1, 1), (2, 12), (5, 18)])

@@ -37,13 +37,14 @@ def ends_of(lengths: list[int]) -> list[int]:
     lengths=st.lists(st.one_of(st.integers(1, 9), st.sampled_from([0, 63, 64, 65, 70])), min_size=1, max_size=6),
     gates=st.sampled_from(["small", "large"]),
     by_number=st.booleans(),
+    budget=st.sampled_from([None, 1]),  # of a segment, which knows the sequence before it
     seed=st.integers(0, 2**16),
 )
-@example(lengths=[1, 1, 70, 1], gates="large", by_number=False, seed=4192)
-@example(lengths=[1, 1, 63, 63, 63, 65], gates="large", by_number=False, seed=2548)  # sums up to 3,600
+@example(lengths=[1, 1, 70, 1], gates="large", by_number=False, budget=None, seed=4192)
+@example(lengths=[1, 1, 63, 63, 63, 65], gates="large", by_number=False, budget=1, seed=2548)  # sums up to 3,600
 @settings(max_examples=25, deadline=None)
 def test_a_sequence_gives_what_it_gives_alone(
-    kernel: ModuleType, by_channel: bool, lengths: list[int], gates: str, by_number: bool, seed: int
+    kernel: ModuleType, by_channel: bool, lengths: list[int], gates: str, by_number: bool, budget: int | None, seed: int
 ) -> None:
     ends = ends_of(lengths)
     if ends[-1] == 0:
@@ -57,8 +58,11 @@ def test_a_sequence_gives_what_it_gives_alone(
     given = {"seq_idx": numbers} if by_number else {"cu_seqlens": bounds}
     tolerance = max(ROUNDED, rounded_decays(tensors[3]))
     softnpu.reset_counters()
-    out, states = function(*packed, output_final_state=True, **given, **OPTIONS)
-    found = torch.autograd.grad(out, packed, weights)
+    with pytest.MonkeyPatch.context() as patch:
+        if budget:
+            patch.setattr(sys.modules[f"{kernel.__name__}.delta_rule"], "BUDGET", budget)
+        out, states = function(*packed, output_final_state=True, **given, **OPTIONS)
+        found = torch.autograd.grad(out, packed, weights)
     calls = softnpu.counters()
     assert calls.get("stream_syncs", 0) == calls.get("device_to_host_copies", 0) == 0
     for number, (start, end) in enumerate(itertools.pairwise(ends)):
@@ -114,16 +118,6 @@ def test_rows_of_numbered_sequences_are_taken_by_themselves(kernel: ModuleType) 
         for part in (slice(0, end), slice(end, 80)):
             alone, _ = kernel.chunk_gated_delta_rule(*(x[row : row + 1, part] for x in tensors), **OPTIONS)
             close(out[row : row + 1, part], alone)
-
-
-def test_segments_know_the_sequence_before_them(kernel: ModuleType, monkeypatch) -> None:
-    tensors = [x.npu() for x in draw(4, (1, 200, 1, 1, 8, 8), False)]
-    bounds = torch.tensor([0, 64, 100, 128, 200], device="npu")
-    expected = kernel.chunk_gated_delta_rule(*tensors, cu_seqlens=bounds, output_final_state=True, **OPTIONS)
-    monkeypatch.setattr(sys.modules[f"{kernel.__name__}.delta_rule"], "BUDGET", 1)
-    found = kernel.chunk_gated_delta_rule(*tensors, cu_seqlens=bounds, output_final_state=True, **OPTIONS)
-    for ours, wanted in zip(found, expected):
-        close(ours, wanted)
 
 
 @pytest.mark.parametrize(

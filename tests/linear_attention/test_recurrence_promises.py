@@ -12,6 +12,7 @@ from torch import Tensor
 import softnpu
 from kernels_ext_npu.selftest.functions.linear_attention import delta_rule
 from tests.linear_attention import test_linear_recurrence, test_selective_scan
+from tests.linear_attention.test_linear_recurrence import results
 from tests.support.delta_rule_inputs import draw
 
 DELTA_RULE = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
@@ -63,12 +64,6 @@ STEPS = {
     "a step of channel gates": of_delta_rule("fused_recurrent_kda", True),
 }
 each_recurrence = pytest.mark.parametrize("name", CHUNKED)
-
-
-def results(found: tuple[Tensor, Tensor], leaves: list[Tensor]) -> list[Tensor]:
-    """Return results, the state, and the gradients of all arguments."""
-    loss = sum((y * torch.linspace(-9, 9, y.numel()).sin().view(y.shape).to(y)).sum() for y in found)
-    return [*found, *torch.autograd.grad(loss, leaves)]
 
 
 @each_recurrence

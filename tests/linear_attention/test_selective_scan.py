@@ -12,11 +12,10 @@ from torch._subclasses import FakeTensorMode
 from transformers.models.mamba import modeling_mamba
 
 from kernels_ext_npu.measuring.costs import Cost
+from tests.linear_attention.test_delta_rules import FURTHER, ROUNDINGS, away
 
 NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
 OPTIONAL = NAMES[5:]
-# as in test_delta_rules.py: both are off by roundings of float32 that accumulate in other orders
-FURTHER, ROUNDINGS = 3, 100 * 2.0**-24
 
 
 def draw(seed: int, batch: int, length: int, fades: float = 1.0, dtype: torch.dtype = torch.float32, channels: int = 6):
@@ -42,23 +41,13 @@ def truth(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=Tru
     return (y if z is None else y * z * z.sigmoid()), state
 
 
-def results_and_gradients(function, tensors: dict[str, Tensor], weights: tuple[Tensor, Tensor], **options) -> dict:
+def results_and_gradients(function, tensors: dict[str, Tensor], weights: list[Tensor], **options) -> dict:
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
     out, state = function(*list(leaves.values())[:5], **{n: x for n, x in leaves.items() if n in OPTIONAL}, **options)
     loss = sum((y * w.to(y)).sum() for y, w in zip((out, state), weights))
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     found = {"result": out, "state": state} | {f"gradient of {name}": x for name, x in zip(leaves, grads)}
     return {name: torch.zeros(()) if x is None else x.detach().cpu() for name, x in found.items()}
-
-
-def weights_for(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    generator, u = torch.Generator().manual_seed(1), tensors["u"]
-    state = (u.shape[0], *tensors["A"].shape)
-    return torch.randn(u.shape, generator=generator), torch.randn(state, generator=generator)
-
-
-def away(found: Tensor, exact: Tensor) -> float:
-    return (found.double() - exact).norm().item() / max(exact.norm().item(), exact.numel() ** 0.5)
 
 
 lengths = st.one_of(st.sampled_from([1, 2, 31, 32, 33, 64, 65]), st.integers(1, 100))
@@ -83,7 +72,9 @@ def test_results_states_and_gradients_are_as_near_to_float64_as_those_of_transfo
         tensors["delta"] = tensors["delta"].abs()
         tensors.pop("delta_bias", None)
     options = {"delta_softplus": softplus}
-    weights = tuple(w.to(dtype).float() for w in weights_for(tensors))  # what a gradient of that dtype can say
+    generator, states = torch.Generator().manual_seed(1), (batch, *tensors["A"].shape)
+    weights = [torch.randn(size, generator=generator) for size in (tensors["u"].shape, states)]
+    weights = [w.to(dtype).float() for w in weights]  # what a gradient of that dtype can say
     exact = results_and_gradients(truth, {name: x.double() for name, x in tensors.items()}, weights, **options)
     options["return_last_state"] = True
     on_npu = {name: x.npu() for name, x in tensors.items()}

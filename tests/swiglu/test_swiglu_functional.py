@@ -1,6 +1,5 @@
 """swiglu, geglu and clipped_swiglu: values, gradients, launches, limits."""
 
-from importlib import import_module
 from types import ModuleType
 
 import pytest
@@ -10,19 +9,15 @@ from torch.nn import functional as F
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from kernels_ext_npu.measuring.costs import Cost
+from kernels_ext_npu.selftest.functions.norms import gated, gelu_tanh
 from tests.support.rounding import launched
 
-ACTIVATIONS = {"swiglu": F.silu, "geglu": lambda x: F.gelu(x, approximate="tanh")}
+UNITS = {"swiglu": gated(F.silu), "geglu": gated(gelu_tanh)}
 FUSED = {"swiglu": "npu_swiglu", "geglu": "npu_geglu"}
 
 
 def gate_up(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(2).to(dtype)
-
-
-def truth(name: str, x: Tensor) -> Tensor:
-    gate, up = x.double().chunk(2, -1)
-    return ACTIVATIONS[name](gate) * up
 
 
 def gpt_oss(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
@@ -33,7 +28,7 @@ def gpt_oss(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(64,), (3, 32), (2, 5, 96), (5, 123, 246), (1, 1, 32)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", UNITS)
 def test_one_launch_as_exact_as_the_dtype_allows(kernel: ModuleType, name, dtype, shape) -> None:
     """float32 to 1e-6 of the largest; half precision to two roundings, which GeGLU has in float16."""
     x = gate_up(*shape, dtype=dtype)
@@ -41,7 +36,7 @@ def test_one_launch_as_exact_as_the_dtype_allows(kernel: ModuleType, name, dtype
     assert launched(lambda: getattr(kernel, name)(moved)) == {FUSED[name]: 1}
     y = getattr(kernel, name)(moved)
     assert y.dtype == dtype
-    expected = truth(name, x)
+    expected = UNITS[name](x.double())
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
     error = (y.cpu().double() - expected).abs()
     assert (error <= 2 * tolerance * expected.abs() + 1e-6).all()
@@ -127,24 +122,13 @@ def test_gradients_of_what_is_clipped_read_and_write_little(kernel: ModuleType, 
     assert sum(cost.bytes.values()) <= most * grad.nbytes
 
 
-def test_clipped_swiglu_without_the_operator_is_the_same(kernel: ModuleType, monkeypatch, npu_counters) -> None:
-    """torch_npu 2.6.0, 2.7.1 and 2.8.0 do not have it."""
-    monkeypatch.setattr(import_module(f"{kernel.__name__}.functional"), "has_clipped_swiglu", lambda: False)
-    x = gate_up(6, 64).npu().requires_grad_()
-    y = kernel.clipped_swiglu(x)
-    y.sum().backward()
-    assert "npu_clipped_swiglu" not in npu_counters()
-    assert torch.allclose(y.cpu(), gpt_oss(x.detach().cpu()), rtol=1e-6, atol=1e-6)
-    assert x.grad.isfinite().all()
-
-
 @pytest.mark.parametrize("name", ["swiglu", "geglu", "clipped_swiglu"])
 def test_an_odd_size_is_refused(kernel: ModuleType, name) -> None:
     with pytest.raises(ValueError, match=rf"{name}: .* even last dimension, got \[3, 33\]"):
         getattr(kernel, name)(gate_up(3, 33).npu())
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", UNITS)
 def test_gate_and_up_that_do_not_fit_are_named(kernel: ModuleType, name) -> None:
     function, x = getattr(kernel, name), gate_up(3, 32).npu()
     with pytest.raises(ValueError, match=r"one shape, got \[3, 32\] and \[3, 16\]"):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import softnpu
-from tests.support.rounding import assert_float64s
+from kernels_ext_npu.selftest import comparing
 
 # of a product that is rounded once, and of gradients that are sums of rounded values, relative to the norm
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -39,9 +39,11 @@ def drawn(shape: tuple[int, ...], patch: tuple[int, ...], bias: bool, dtype: tor
 def test_values_and_gradients_are_those_of_a_convolution(kernel, name, batch, bias, dtype) -> None:
     shape, patch = SHAPES[name]
     tensors = drawn((*batch, *shape), patch, bias, dtype)
-    assert kernel.patch_embedding(*(tensor.npu() for tensor in tensors)).is_contiguous()
-    formula = partial(CONVOLUTIONS[len(patch)], stride=patch)
-    assert_float64s(kernel.patch_embedding, formula, tensors, ROUNDING[dtype])
+    found = comparing.results(kernel.patch_embedding, comparing.moved(tensors))
+    assert found.outputs[0].is_contiguous()
+    assert {tensor.dtype for tensor in (*found.outputs, *found.gradients)} == {dtype}
+    expected = comparing.exact(partial(CONVOLUTIONS[len(patch)], stride=patch), tensors)
+    assert comparing.difference(found, expected).largest <= ROUNDING[dtype]
 
 
 @pytest.mark.parametrize(("name", "copies"), [("one patch each", 0), ("a grid", 2)])

@@ -15,7 +15,6 @@ from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.selftest import functions
 from kernels_ext_npu.selftest.cases import Function
 from kernels_ext_npu.selftest.functions.norms import gated, gelu_tanh
-from kernels_ext_npu.selftest.functions.rotary import rotated
 
 ROOT = Path(__file__).parents[2]
 T, H, INNER, E, K = 6, 32, 16, 4, 2  # tokens, hidden and inner size, experts, choices
@@ -84,23 +83,6 @@ def clipped(gate_up: Tensor, interleaved: bool) -> Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
-def table(like: Tensor) -> tuple[Tensor, Tensor]:
-    """Make cos and sin whose halves differ, so that a gradient that confuses them is seen."""
-    positions, size = like.shape[-2:]
-    angles = torch.arange(positions * size, dtype=torch.float64).view(1, positions, size) / 7
-    return angles.cos().to(like), angles.sin().to(like)
-
-
-def rotate_both(q: Tensor, k: Tensor) -> Tensor:
-    """q and k as projections give them: views of ``[B, S, N, D]``."""
-    q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
-    return torch.cat(kernel("RoPE").apply_rotary_pos_emb(q, k, *table(q)), 1)
-
-
-def both_rotated(q: Tensor, k: Tensor) -> Tensor:
-    return torch.cat([rotated(x, *(t.unsqueeze(1) for t in table(q))) for x in (q, k)], 1)
-
-
 def experts(
     x: Tensor,
     weights: Tensor,
@@ -145,21 +127,6 @@ def our_listed_experts(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
     return blocks.fused_listed_experts(listed, x, INDEX.to(x.device), weights)
 
 
-def routed(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Let tokens choose their experts, by which they are weighed."""
-    weights, index = torch.softmax(x @ router, -1).topk(K, -1)
-    rows = swiglu(torch.einsum("th,enh->etn", x, gate_up))
-    one_hot = (index.unsqueeze(-1) == torch.arange(E, device=x.device)).to(x.dtype)
-    weights = weights / weights.sum(-1, keepdim=True)
-    return torch.einsum("tk,tke,eth->th", weights, one_hot, torch.einsum("eti,ehi->eth", rows, down))
-
-
-def our_routed(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    moe = kernel("FusedMoE")
-    weights, index = moe.softmax_top_k(x.mm(router), K)
-    return moe.fused_experts(x, index, weights, gate_up, down)
-
-
 def our_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return kernel("FlashAttention").flash_attn_func(q, k, v, causal=True)
 
@@ -181,7 +148,6 @@ CASES: dict[str, Case] = {
     ),
     "swiglu of two": Case(lambda a, b: kernel("SwiGLU").swiglu(a, b), lambda a, b: F.silu(a) * b, (TOKENS, TOKENS)),
     "geglu, exact": Case(lambda x: kernel("SwiGLU").geglu(x, approximate="none"), gated(F.gelu), (TOKENS,)),
-    "apply_rotary_pos_emb, views": Case(rotate_both, both_rotated, ((2, 3, 4, H), (2, 2, 4, H))),
     "fused_experts": Case(our_experts, experts, MIXTURE),
     "fused_experts, some elsewhere": Case(partial(our_experts, present=3), partial(experts, present=3), MIXTURE),
     "fused_experts, clipped": Case(
@@ -195,7 +161,6 @@ CASES: dict[str, Case] = {
     "fused_experts, GeGLU": Case(
         partial(our_experts, activation=gated(gelu_tanh)), partial(experts, gate=gated(gelu_tanh)), MIXTURE
     ),
-    "routed experts": Case(our_routed, routed, (TOKENS, (H, E), *MATRICES)),
     "attention": Case(our_attention, attention, ((2, 5, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8))),
     "listed experts": Case(partial(our_listed_experts, is_packed=True), experts, MIXTURE, is_node=True),
     "listed experts, two products": Case(partial(our_listed_experts, is_packed=False), experts, MIXTURE, is_node=True),

@@ -109,7 +109,6 @@ MAKERS: dict[str, Callable[..., Maker]] = {"prompt": prompt, "decoding": decodin
 
 dense = partial(Architecture, "dense")
 hybrid = partial(Architecture, "hybrid")
-vision_language = partial(Architecture, "vision-language")
 
 
 def read(family: str, described: str | dict[str, Any]) -> Architecture:

@@ -40,9 +40,10 @@ CALLED = {"dense": (1, 2, 5), "experts": (5,), "linear attention": (5,), "two mo
 CLASSES = ("change_a_class", "change_the_forward_of_a_class")
 # what everybody does, which random programs of a few acts may leave out
 WEIGHTS = (
-    "freeze_a_parameter", "load_the_state_dict", "flatten", "kernelize", "write_through_the_flat_buffer", "restore",
-    "assign_a_part", "train", "cast_to_bfloat16_and_back", "kernelize_in_inference_mode",
-    "restore_in_inference_mode", "kernelize", "move_to_the_cpu", "move_home", "share_an_mlp", "copy_deeply",
+    "freeze_a_parameter", "take_a_state_dict", "load_the_state_dict", "flatten", "kernelize",
+    "write_through_the_flat_buffer", "restore", "assign_a_part", "train", "cast_to_bfloat16_and_back",
+    "kernelize_in_inference_mode", "restore_in_inference_mode", "kernelize", "move_to_the_cpu", "move_home",
+    "share_an_mlp", "copy_deeply",
 )  # fmt: skip
 CALLS = (
     "call_with_some_labels", "call_for_the_last_logits", "call_without_labels", "call_with_autocast", "generate",
@@ -107,7 +108,7 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
         for variant, numbers in CALLED.items()
         for n in numbers
     ),
-    *(("dense", [(act, number)]) for act in ("step_by_sam", "evaluate_with_other_weights") for number in range(2)),
+    *(("dense", [(act, number)]) for act in ("step_by_sam", "step_by_mezo") for number in range(2)),
     *(("dense", [(act, number), ("train", 1)]) for act in CLASSES for number in range(6)),
     ("two models in one", [("change_the_forward_of_a_class", 1)]),  # of layer norms
     ("experts with clipped SwiGLU", [("move_to_the_cpu", 1), ("train", 1)]),

@@ -70,7 +70,6 @@ class Side:
         self.shown: list[Shown] = []
         self.kept: list[Kept] = []
         self.cleanups: list[Callable[[], object]] = []
-        self._modules: list[tuple[str, nn.Module]] | None = None
 
     @property
     def pretrained(self) -> PreTrainedModel:
@@ -146,17 +145,7 @@ class Side:
 
     def named(self, *endings: str) -> list[tuple[str, Any]]:
         """Return the modules whose class names end in one of these, with their paths, in order."""
-        modules = self.model.named_modules() if self._modules is None else self._modules
-        return [(path, m) for path, m in modules if type(m).__name__.endswith(endings)]
-
-    @contextmanager
-    def as_it_is(self) -> Iterator[None]:
-        """Go through the modules once, while nothing changes."""
-        self._modules = list(self.model.named_modules())
-        try:
-            yield
-        finally:
-            self._modules = None
+        return [(path, m) for path, m in self.model.named_modules() if type(m).__name__.endswith(endings)]
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the names and parameters of the model that are of floating dtype."""

@@ -3,9 +3,9 @@
 import copy
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 
 import kernels_ext_npu
 from tests.support import zoo
@@ -13,10 +13,6 @@ from tests.support import zoo
 IDS = torch.randint(2, 64, (2, 7), generator=torch.Generator().manual_seed(0))
 # gate and up are packed, or experts can be transposed; an adapter stands beside them
 ARCHITECTURES = {"dense": "llama", "experts": "qwen3_moe", "adapted": "llama"}
-
-
-def adapter_on(model: PreTrainedModel) -> PeftModel:
-    return get_peft_model(model, adapter_config())
 
 
 def adapter_config() -> LoraConfig:
@@ -28,7 +24,7 @@ def make(kind: str, *, device: str = "cpu", kernels: bool = False, saved: bool =
     model: nn.Module = zoo.build(ARCHITECTURES[kind], num_hidden_layers=1)
     torch.manual_seed(0)  # of adapters
     if kind == "adapted":
-        model = adapter_on(model).eval()
+        model = get_peft_model(model, adapter_config()).eval()
     model.to(device)
     with torch.no_grad():
         for parameter in () if saved else model.parameters():

@@ -120,14 +120,6 @@ def call_with_a_mask_of_four_dimensions(side: Side, choice: Random) -> None:
     side.show(side.run_text(attention_mask=mask[None, None].expand(2, 1, -1, -1).to(side.device)).logits)
 
 
-@act()
-def call_with_packed_sequences(side: Side, choice: Random) -> None:
-    """Two sequences in a row, which the positions tell apart."""
-    positions = torch.tensor([[0, 1, 2, 0, 1]], device=side.device)
-    options: dict[str, Any] = {"input_ids": variants.IDS[:1].to(side.device), "labels": None}
-    side.show(side.run_text(position_ids=positions, **options).logits)
-
-
 @act(lambda side: names_nothing(side) and not has_targets(side))
 def attend_in_both_directions(side: Side, choice: Random) -> None:
     """As LLM2Vec does; with a mask of padding transformers goes on with the causal one."""

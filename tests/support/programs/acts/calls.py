@@ -84,11 +84,11 @@ def generate(side: Side, choice: Random) -> None:
 LEFT_OUT = -100
 
 
-def show_loss(side: Side, loss: Tensor, **options: Any) -> None:
+def show_loss(side: Side, loss: Tensor) -> None:
     """Show a loss, and the gradients of everything that is trained, in one tensor: small ones count as small."""
     side.show(loss)
     if loss.requires_grad:
-        found = torch.autograd.grad(loss, trained(side), allow_unused=True, **options)
+        found = torch.autograd.grad(loss, trained(side), allow_unused=True)
         side.show_gradient(torch.cat([grad.cpu().double().flatten() for grad in found if grad is not None]))
 
 
@@ -194,13 +194,6 @@ def change_logits_before_the_backward(side: Side, choice: Random) -> None:
         result.logits[..., 0] = -1.0
     side.show(result.logits)
     show_loss(side, result.loss)
-
-
-@act(can_train)
-def differentiate_the_loss_twice(side: Side, choice: Random) -> None:
-    loss = side.run().loss
-    show_loss(side, loss, retain_graph=True)
-    show_loss(side, loss)
 
 
 @act(can_train)

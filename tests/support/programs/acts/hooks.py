@@ -1,4 +1,4 @@
-"""Acts that hook modules, parameters, state dicts and all modules of the process, and in which something goes wrong."""
+"""Acts that hook modules, parameters and all modules of the process, and in which something goes wrong."""
 
 import inspect
 import sys
@@ -37,13 +37,6 @@ def scale_input(module: nn.Module, args: Any) -> Any:
 def scale_gradients(module: nn.Module, grads: Any, *rest: Any) -> Any:
     """Scale the gradients of what a module is given, or of what it gives."""
     return tuple(None if grad is None else grad * 1.25 for grad in grads)
-
-
-def scale_state(module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
-    """Scale a weight in a state dict, as converters do."""
-    for name in state:
-        if name.endswith("norm.weight"):
-            state[name] = state[name] * 1.25
 
 
 # how a hook is registered, and what it does
@@ -85,11 +78,6 @@ def hook_the_gradient_of_a_parameter(side: Side, choice: Random) -> None:
     _, parameter = choice.choice(side.parameters())
     if parameter.requires_grad:
         side.held.setdefault("handles", []).append(parameter.register_hook(lambda gradient: 2 * gradient))
-
-
-@act()
-def hook_the_state_dict(side: Side, choice: Random) -> None:
-    side.held.setdefault("handles", []).append(side.model.register_state_dict_post_hook(scale_state))
 
 
 @act(lambda side: bool(side.held.get("handles")))
@@ -142,19 +130,11 @@ def stop(*args: Any) -> None:
     raise StoppedError
 
 
-@act()
-def fail_in_a_forward(side: Side, choice: Random) -> None:
-    _, module = choice.choice(side.named(*HOOKED))
-    handle = module.register_forward_hook(stop)
-    with suppress(StoppedError):
-        side.run()
-    handle.remove()
-
-
 @act(can_train)
-def fail_in_a_backward(side: Side, choice: Random) -> None:
-    _, module = choice.choice(side.named("Linear", "Norm", "MLP", "Experts", "Attention", "DeltaNet", "Mlp"))
-    handle = module.register_full_backward_hook(stop)
+def fail_in_a_step(side: Side, choice: Random) -> None:
+    """In its forward or its backward."""
+    _, module = choice.choice(side.named(*HOOKED))
+    handle = getattr(module, choice.choice(["register_forward_hook", "register_full_backward_hook"]))(stop)
     with suppress(StoppedError):
         side.run().loss.backward()
     side.model.zero_grad()

@@ -161,12 +161,6 @@ def wrap_a_forward(side: Side, choice: Random) -> None:
 
 
 @act()
-def replace_a_forward(side: Side, choice: Random) -> None:
-    _, module = choice.choice(side.named("MLP", "Norm"))
-    module.forward = lambda x, *rest: 0.5 * x
-
-
-@act()
 def replace_a_module_by_a_copy(side: Side, choice: Random) -> None:
     """A module, or a model inside the model."""
     modules = side.named("MLP", "Norm", "Linear", "Experts", "DecoderLayer", "DeltaNet", "Conv1d", "GELUActivation")

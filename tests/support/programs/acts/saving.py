@@ -1,6 +1,7 @@
 """Acts that save a model and go on with what was loaded: whole, as a state dict, by each library."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -86,8 +87,10 @@ def save_and_load_by_pretrained_with_kernels(side: Side, choice: Random) -> None
 
 @act()
 def save_and_load_by_accelerate(side: Side, choice: Random) -> None:
-    folder = _path(side)
-    accelerator = _accelerator(side)
+    folder, reset = _path(side), partial(accelerate.state.AcceleratorState._reset_state, reset_partial_state=True)
+    reset()
+    side.cleanups.append(reset)
+    accelerator = accelerate.Accelerator(cpu=side.device.type == "cpu")
     prepared = accelerator.prepare_model(side.model)
     accelerator.save_state(str(folder), safe_serialization=choice.random() < 0.5)
     accelerator.load_state(str(folder))
@@ -95,27 +98,8 @@ def save_and_load_by_accelerate(side: Side, choice: Random) -> None:
     side.model = accelerator.unwrap_model(prepared)
 
 
-def _accelerator(side: Side) -> accelerate.Accelerator:
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    side.cleanups.append(lambda: accelerate.state.AcceleratorState._reset_state(reset_partial_state=True))
-    return accelerate.Accelerator(cpu=side.device.type == "cpu")
-
-
 @act()
 def save_and_load_by_hub(side: Side, choice: Random) -> None:
     folder = _path(side)
     save_torch_model(side.model, folder)
     load_torch_model(side.model, folder, strict=False)
-
-
-@act()
-def save_by_pretrained_or_accelerate(side: Side, choice: Random) -> None:
-    """Compare the files of both sides: the names and every value."""
-    folder, model = _path(side), side.model
-    if choice.random() < 0.5:
-        model.save_pretrained(folder)  # type: ignore[operator]
-    else:
-        _accelerator(side).save_model(model, str(folder))
-    for name, tensor in sorted(load_file(next(folder.glob("*.safetensors"))).items()):
-        side.show(torch.tensor([float(ord(letter)) for letter in name]))
-        side.show(tensor.float())

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side
@@ -92,38 +91,7 @@ def leave_gradients(side: Side, choice: Random) -> None:
     side.show_gradient(torch.cat([gradient.detach().cpu().double().flatten() for gradient in gradients]))
 
 
-# ---- frameworks: averages of weights, and steps by weights that are perturbed ----------------------------------------
-def scale(side: Side, factor: float) -> None:
-    """Scale all weights, as `.data` is written by many."""
-    for parameter in side.model.parameters():
-        if parameter.is_floating_point():
-            parameter.data.mul_(factor)
-
-
-@act()
-def go_on_with_averaged_weights(side: Side, choice: Random) -> None:
-    """Stochastic or exponential averages, of a copy that torch makes of the model."""
-    averaged = AveragedModel(side.model, multi_avg_fn=choice.choice([None, get_ema_multi_avg_fn(0.75)]))
-    for factor in (1.125, 0.9375):
-        averaged.update_parameters(side.model)
-        scale(side, factor)
-    with torch.no_grad():
-        side.show(averaged(**side.inputs).logits)
-    side.model = averaged.module
-
-
-@act()
-def evaluate_with_other_weights(side: Side, choice: Random) -> None:
-    """Write averages over the weights through `.data`, and put back what was there; logits are looked at afterwards."""
-    before = [p.data.clone() for p in side.model.parameters()]
-    scale(side, 0.875)
-    with torch.no_grad():  # with gradients, and no backward, logits wait for a look
-        result = side.run()
-    for parameter, data in zip(side.model.parameters(), before):
-        parameter.data.copy_(data)
-    side.show(result.logits)
-
-
+# ---- frameworks: steps by weights that are perturbed -----------------------------------------------------------------
 @act(can_train, computes=True)
 def step_by_sam(side: Side, choice: Random) -> None:
     """By the gradient at weights that were moved uphill, and put back; the first outputs are still held."""
@@ -205,13 +173,6 @@ def delete_an_adapter(side: Side, choice: Random) -> None:
     model: Any = side.model
     model.set_adapter("default")
     model.delete_adapter("other")
-
-
-@act(lambda side: side.is_adapted)
-def call_without_the_adapter(side: Side, choice: Random) -> None:
-    model: Any = side.model
-    with model.disable_adapter():
-        side.show(side.run().logits)
 
 
 @act(lambda side: side.is_adapted)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, prune, vector_to_parameters
+from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.support.programs.acts.kernels import inner
 from tests.support.programs.registry import act, acts
@@ -106,25 +106,15 @@ acts(
 )
 
 
-@act(lambda side: all(p.is_contiguous() for _, p in side.parameters()))
-def vector_and_back(side: Side, choice: Random) -> None:
-    """Torch's function views each as one row, which those of transposed experts are not."""
-    parameters = [p for _, p in side.parameters()]
-    if len({p.dtype for p in parameters}) == 1:
-        vector_to_parameters(parameters_to_vector(parameters).detach() * 0.96875, parameters)
-
-
 # ---- state dicts -----------------------------------------------------------------------------------------------------
-def cloned(state: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """Copy tensors, floating ones to a dtype if one is given."""
-    floating = {name: dtype if tensor.is_floating_point() else None for name, tensor in state.items()}
-    return {name: tensor.to(dtype=floating[name] or tensor.dtype, copy=True) for name, tensor in state.items()}
+acts(take_a_state_dict=lambda side, choice: side.held.update(state=dict(side.model.state_dict())))
 
 
-acts(
-    take_a_state_dict=lambda side, choice: side.held.update(state=dict(side.model.state_dict())),
-    take_a_copy_of_the_state_dict=lambda side, choice: side.held.update(state=cloned(side.model.state_dict())),
-)
+@act()
+def take_a_copy_of_the_state_dict(side: Side, choice: Random) -> None:
+    """In its own dtypes, or in half the bits."""
+    dtype, state = choice.choice([None, torch.bfloat16]), side.model.state_dict()
+    side.held["state"] = {n: t.to(dtype=dtype if t.is_floating_point() else None, copy=True) for n, t in state.items()}
 
 
 @act(lambda side: "state" in side.held)
@@ -143,16 +133,8 @@ def same_keys(side: Side) -> bool:
 
 @act(same_keys)
 def load_the_state_dict(side: Side, choice: Random) -> None:
-    """Or a clone, or assign it, unless it has stayed where the model was."""
-    state, assign = side.held["state"], choice.random() < 0.5 and not side.is_away
-    side.model.load_state_dict(cloned(state) if choice.random() < 0.5 else state, assign=assign)
-
-
-@act()
-def load_its_own_state_dict(side: Side, choice: Random) -> None:
-    """A clone in its own dtype or in half the bits, copied or assigned."""
-    state = cloned(side.model.state_dict(), choice.choice([None, torch.bfloat16]))
-    side.model.load_state_dict(state, assign=choice.random() < 0.5)
+    """Or assign it, unless it has stayed where the model was."""
+    side.model.load_state_dict(side.held["state"], assign=choice.random() < 0.5 and not side.is_away)
 
 
 @act()
@@ -299,24 +281,3 @@ def cast_norms(side: Side, choice: Random) -> None:
     """RMS norms in float32 in a model of fewer bits, or the other way around."""
     for _, module in side.named("RMSNorm"):
         module.to(choice.choice([torch.float32, torch.bfloat16]))
-
-
-def _can_swap(side: Side) -> bool:
-    """Tell whether torch may exchange parameters.
-
-    Not below the older weight norm, whose weight stays behind; nor what a file of the whole model held, since torch
-    calls no hooks of that afterwards.
-    """
-    is_of_a_file = any(p._backward_hooks is not None and not p._backward_hooks for p in side.model.parameters())
-    return is_home(side) and not is_of_a_file and not any(hasattr(m, "weight_g") for m in side.model.modules())
-
-
-@act(_can_swap)
-def swap_parameters_in_conversions(side: Side, choice: Random) -> None:
-    """The way in which torch may convert parameters: by exchanging them with others."""
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        move_to_the_cpu_and_back(side, choice)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)

@@ -110,13 +110,6 @@ def exchanged(self, query, key, value):
     return rule(key, query, value)
 
 
-def for_another(self, query, key, value):
-    if self.heads // self.groups > 1:
-        query = query.repeat_interleave(self.heads // self.groups, dim=2)
-        key = key.repeat_interleave(self.heads // self.groups, dim=2)
-    return as_transformers(query, key, value)
-
-
 @pytest.mark.parametrize("forward", [as_transformers, with_a_name])
 def test_what_repeats_for_a_rule_alone_is_written_anew(forward) -> None:
     query, value = torch.ones(1, 3, 2, 5), torch.ones(1, 3, 4, 5)
@@ -124,6 +117,6 @@ def test_what_repeats_for_a_rule_alone_is_written_anew(forward) -> None:
     assert without_repeats(forward, frozenset({"rule"}))(Layer(), query, query, value) == (2, 2, 4)
 
 
-@pytest.mark.parametrize("forward", [read_again, exchanged, for_another, rule])
+@pytest.mark.parametrize("forward", [read_again, exchanged, rule])
 def test_what_uses_them_otherwise_is_left(forward) -> None:
     assert without_repeats(forward, frozenset({"rule"})) is None

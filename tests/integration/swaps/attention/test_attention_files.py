@@ -6,16 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import (
-    EsmcConfig,
-    EsmcModel,
-    GitConfig,
-    GitForCausalLM,
-    HrmTextConfig,
-    HrmTextForCausalLM,
-    PreTrainedModel,
-    Sam2MaskDecoderConfig,
-)
+from transformers import GitConfig, GitForCausalLM, HrmTextConfig, HrmTextForCausalLM, Sam2MaskDecoderConfig
 from transformers.models.sam2 import modeling_sam2
 
 import kernels_ext_npu
@@ -28,13 +19,6 @@ LAUNCH = "npu_fusion_attention_v3"
 FLOAT32 = 5e-6  # of values of size one: both are float32, with sums in another order
 assert_equal = partial(assert_each_near, tolerance=FLOAT32)
 TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-def eager(model: PreTrainedModel) -> PreTrainedModel:
-    with torch.no_grad():
-        randomise(model, 0)
-    model.set_attn_implementation("eager")
-    return model.eval()
 
 
 # ---- modules that compute by themselves ------------------------------------------------------------------------------
@@ -54,16 +38,17 @@ def test_a_part_that_calls_attention_by_no_name_keeps_its_mask_and_the_others_ar
     with torch.no_grad():
         assert_equal(ours(input_ids=ids.npu(), pixel_values=pixels.npu()).logits, expected)
     assert softnpu.counters()[LAUNCH] == 2
-    kept = {
-        row.class_name: row.reason for row in kernels_ext_npu.report(ours) if row.reason and "by a name" in row.reason
-    }
-    assert set(kept) == {"GitSelfAttention"}
+    kept = {row.class_name for row in kernels_ext_npu.report(ours) if "by a name" in str(row.reason)}
+    assert kept == {"GitSelfAttention"}
 
 
 # ---- files that refuse a flash attention, or leave it ----------------------------------------------------------------
 def test_prefixes_are_computed_where_the_file_of_the_model_refuses_them(registered) -> None:
     """HRM: tokens of a prefix see each other. A model of it is made by name, too."""
-    model = eager(HrmTextForCausalLM(HrmTextConfig(**TEXT, head_dim=16, prefix_lm=True)))
+    model = HrmTextForCausalLM(HrmTextConfig(**TEXT, head_dim=16, prefix_lm=True)).eval()
+    with torch.no_grad():
+        randomise(model, 0)
+    model.set_attn_implementation("eager")
     inputs = {"input_ids": torch.arange(3, 13)[None], "token_type_ids": torch.tensor([[1] * 4 + [0] * 6])}
     expected = model(**inputs).logits.detach()
     made = HrmTextForCausalLM._from_config(copy.deepcopy(model.config), attn_implementation=NAME)
@@ -72,16 +57,6 @@ def test_prefixes_are_computed_where_the_file_of_the_model_refuses_them(register
     assert_equal(found, expected)
     causal = model(input_ids=inputs["input_ids"]).logits
     assert (causal - expected).abs().max() > 1e-3  # the prefix is seen
-
-
-def test_chains_are_computed_where_the_file_of_the_model_refuses_them(registered) -> None:
-    """ESM C: residues of a protein see those of their own chain only."""
-    model = eager(EsmcModel(EsmcConfig(**TEXT)))
-    inputs = {"input_ids": torch.arange(3, 13)[None], "sequence_id": torch.tensor([[0] * 4 + [1] * 6])}
-    expected = model(**inputs).last_hidden_state.detach()
-    model = model.to("npu")
-    model.set_attn_implementation(NAME)
-    assert_equal(model(**{name: value.npu() for name, value in inputs.items()}).last_hidden_state, expected)
 
 
 def test_a_bias_of_sam_2_is_added_and_goes_to_no_other_implementation(registered, caplog) -> None:

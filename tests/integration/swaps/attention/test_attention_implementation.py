@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernels_ext_npu
 from tests.support import zoo
-from tests.support.attention_models import MODELS, NAME, ids, on_npu, pair
+from tests.support.attention_models import MODELS, NAME, build, ids, on_npu, pair
 from tests.support.launches import of_attention as launches
 from tests.support.nearness import assert_each_near
 
@@ -72,10 +72,10 @@ def test_biases_of_positions_are_for_a_batch_with_its_padding(registered, device
     assert {row.reason for row in rows(ours)} == {elsewhere if device == "cpu" else here}
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_weights_are_those_of_eager_attention(registered, name) -> None:
-    """Of every row that sees a key."""
-    model, ours = pair_by_name(name)
+@pytest.mark.parametrize(("name", "is_named"), [*((name, True) for name in SERVED), ("gpt_oss", False)])
+def test_weights_are_those_of_eager_attention(registered, name, is_named) -> None:
+    """Of every row that sees a key; unnamed ours stands in for the model's own formula."""
+    model, ours = pair_by_name(name) if is_named else (build(name), build(name).to("npu"))
     mask = torch.ones_like(ids(2))
     mask[0, :5] = 0
     inputs = {"input_ids": ids(2), "attention_mask": mask, "use_cache": False, "output_attentions": True}

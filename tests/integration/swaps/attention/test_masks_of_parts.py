@@ -26,14 +26,10 @@ def described(function: Callable) -> object:
     return kernels_ext_npu.load("FlashAttention").attention_mask(1, 8, 8, mask_function=function)
 
 
-@pytest.mark.parametrize("function", [causal_mask_function, bidirectional_mask_function])
-def test_the_order_of_tokens_is_left_to_torch(function: Callable) -> None:
-    split_sequences.refuse_mask(nn.Linear(1, 1), described(function))
-    split_sequences.refuse_mask(nn.Linear(1, 1), None)
-
-
-@pytest.mark.parametrize("function", [WINDOW, CHUNKS, PACKED, None])
-def test_what_leaves_out_more_is_refused(function: Callable | None) -> None:
-    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool) if function is None else described(function)
-    with pytest.raises(ValueError, match="Linear: torch's context_parallel exchanges keys, and computes causal"):
-        split_sequences.refuse_mask(nn.Linear(1, 1), mask)
+def test_what_leaves_out_more_than_the_order_of_tokens_is_refused() -> None:
+    module = nn.Linear(1, 1)
+    for served in (None, described(causal_mask_function), described(bidirectional_mask_function)):
+        split_sequences.refuse_mask(module, served)
+    for mask in (*map(described, (WINDOW, CHUNKS, PACKED)), torch.ones(1, 1, 8, 8, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="Linear: torch's context_parallel exchanges keys, and computes causal"):
+            split_sequences.refuse_mask(module, mask)

@@ -1,13 +1,12 @@
 """Heads that defer their logits: losses and gradients of whole models, and logits for everybody who looks at them."""
 
-import copy
 import pickle
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import PreTrainedModel
@@ -141,20 +140,8 @@ def test_a_loss_function_that_somebody_set_is_called_and_the_report_says_what_it
     assert_same_step(ours, model, batch(model), by_cross_entropy)
 
 
-class Doubled(nn.Linear):
-    """A head that does more than multiply."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return 2 * super().forward(input)
-
-
 def hooked(model: PreTrainedModel) -> None:
     model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
-
-
-def wrapped(model: PreTrainedModel) -> None:
-    original = model.lm_head.forward
-    model.lm_head.forward = lambda *args: original(*args) * 2
 
 
 def adapted(model: PreTrainedModel) -> None:
@@ -162,36 +149,23 @@ def adapted(model: PreTrainedModel) -> None:
     inject_adapter_in_model(LoraConfig(target_modules=["lm_head"], init_lora_weights=False), model)
 
 
-def given_a_class(model: PreTrainedModel) -> None:
-    model.lm_head.__class__ = Doubled
-
-
 def quantised(model: PreTrainedModel) -> None:
     quantize_(model, Int8WeightOnlyConfig(), lambda module, path: path == "lm_head")
 
 
-CHANGES = [
-    (given_a_class, "Doubled"),
-    (hooked, "hooks"),
-    (wrapped, "another library has wrapped"),
-    (adapted, "peft.tuners.lora.layer.Linear"),
-    (quantised, "Int8Tensor"),
-]
-
-
-@pytest.mark.parametrize(("change", "reason"), CHANGES)
+@pytest.mark.parametrize(
+    ("change", "reason"), [(hooked, "hooks"), (adapted, "peft.tuners.lora.layer.Linear"), (quantised, "Int8Tensor")]
+)
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_heads_that_are_more_than_a_product_keep_their_forward(change: Any, reason: str, when: str) -> None:
-    model = zoo.build("qwen3").to("npu").eval()
-    ours = copy.deepcopy(model)
+    model, ours = (zoo.build("qwen3").to("npu").eval() for _ in range(2))
     if when == "after":
         kernels_ext_npu.kernelize(ours)
     change(ours)
     change(model)
-    if when == "before" or change is wrapped:
-        kernels_ext_npu.kernelize(ours)
     if when == "before":
+        kernels_ext_npu.kernelize(ours)
         assert reason in str(head_row(ours).reason)
         assert not head_row(ours).swapped
     given = batch(model)

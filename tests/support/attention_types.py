@@ -19,7 +19,11 @@ CLASSES = (Path(__file__).resolve().parents[1] / "data" / "attention_types.txt")
 
 def build(name: str) -> PreTrainedModel:
     """Make a model of the zoo by its key, or of a class by its name, which drops nothing where it is trained."""
-    model = zoo.build(name)
+    return without_dropout(zoo.build(name))
+
+
+def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    """Let a model drop nothing where it is trained."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -209,3 +209,26 @@ def test_a_chosen_adapter_for_each_row_is_pefts_own() -> None:
     with torch.no_grad():
         found, expected = model.eval()(X.npu(), adapter_names=names), original.eval()(X, adapter_names=names)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_several_adapters_are_switched_off_and_scaled() -> None:
+    """Merged and taken away they are in test_adapters.py."""
+    model, original = pair()
+    for each in (model, original):
+        torch.manual_seed(2)
+        each.add_adapter("other", LoraConfig(r=2, target_modules=NAMES, init_lora_weights=False, lora_alpha=3))
+        each.to(next(each.parameters()).device)
+        each.base_model.set_adapter(["default", "other"])
+    for name, p in original.named_parameters():
+        model.get_parameter(name).data.copy_(p.data)
+    assert_same(model, original)
+    for each in (model, original):
+        each.base_model.set_adapter("other")
+        for module in each.modules():
+            if hasattr(module, "scale_layer"):
+                module.scale_layer(0.5)
+    assert_same(model, original)
+    with torch.no_grad(), model.disable_adapter(), original.disable_adapter():
+        assert "merged or switched off" in (reasons(model)["o_proj"] or "")
+        torch.testing.assert_close(model(X.npu()).cpu(), original(X), rtol=1e-4, atol=1e-5)
+    assert_same(model, original)

@@ -203,9 +203,6 @@ ROWS = {"absolute": 4e-6, "sums": 1e-5, "gradients": 2, "cancels": True}
 TWO_AND_PARAMETERS = ((2, 3, 16), (2, 3, 16), (16,), (16,))
 CASES |= {
     "npu_rms_norm": rms_norm((5, 7), 1e-6),
-    "npu_rms_norm, three dimensions": rms_norm((2, 3, 64), 0.0),
-    "npu_rms_norm, one row": rms_norm((1, 1, 8), 1e-5),
-    "npu_rms_norm, four dimensions": rms_norm((2, 3, 4, 33), 1e-6),
     "npu_rms_norm, gamma of two": rms_norm((2, 3, 4, 5), 1e-6, 2),
     "npu_rms_norm, long rows": replace(
         rms_norm((7, 2, 2100), 1e-6), dtypes=tuple(d for d in WITH_WIDE_PARAMETERS if d != (FP16,))
@@ -280,13 +277,10 @@ def rotary(x: tuple[int, ...], cos: tuple[int, ...], mode: str = "half", **optio
     return Case(lambda *t: torch_npu.npu_rotary_mul(*t, mode), rotated(mode), (x, cos, cos), **options)
 
 
-SHORT = {"dtypes": ((FULL,),)}  # halves of heads in 16 bits are blocks of 32 bytes
 CASES |= {
-    "npu_rotary_mul, BNSD by 11SD": rotary((2, 3, 40, 16), (1, 1, 40, 16), **SHORT),
-    "npu_rotary_mul, BNSD by B1SD": rotary((2, 3, 40, 16), (2, 1, 40, 16), **SHORT),
     "npu_rotary_mul, BNSD by BNSD": rotary((2, 3, 40, 32), (2, 3, 40, 32)),
-    "npu_rotary_mul, BNSD by 11SD, 32": rotary((2, 3, 40, 32), (1, 1, 40, 32)),
-    "npu_rotary_mul, BNSD by B1SD, 32": rotary((2, 3, 40, 32), (2, 1, 40, 32)),
+    "npu_rotary_mul, BNSD by 11SD": rotary((2, 3, 40, 32), (1, 1, 40, 32)),
+    "npu_rotary_mul, BNSD by B1SD": rotary((2, 3, 40, 32), (2, 1, 40, 32)),
     "npu_rotary_mul, BSND by 1S1D": rotary((2, 5, 3, 64), (1, 5, 1, 64)),
     "npu_rotary_mul, BSND by BS1D": rotary((2, 5, 3, 6), (2, 5, 1, 6)),
     "npu_rotary_mul, SBND by S11D": rotary((5, 2, 3, 64), (5, 1, 1, 64)),

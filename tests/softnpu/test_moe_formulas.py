@@ -51,16 +51,6 @@ def test_rows_come_in_the_stable_order_of_their_experts(dtype, shape, num_out_to
     assert sorted_indices.argsort().tolist() == order(indices)
 
 
-@pytest.mark.parametrize("probs_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_unpermute_weights_sums_and_rounds_once(dtype, probs_dtype) -> None:
-    indices, probs = experts(T, K), torch.rand(T, K).to(probs_dtype)
-    rows = torch.randn(T * K, H).to(dtype)
-    _, sorted_indices = permute(torch.zeros(T, H).npu(), indices.npu())
-    found = unpermute(rows.npu(), sorted_indices, probs.npu())
-    assert_rounded(found, expected_unpermute(rows.double(), indices, probs.double()))
-
-
 def test_rows_of_probability_zero_and_rows_beyond_the_last_are_not_read() -> None:
     rows = torch.ones(4, H)
     rows[2] = math.nan
@@ -95,8 +85,8 @@ def test_the_gradient_of_permute_sums_over_slots(dtype, shape, index_dtype, num_
 @pytest.mark.parametrize("rows", [T * K, 12])
 @pytest.mark.parametrize("probs_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gradients_of_unpermute(dtype, probs_dtype, rows) -> None:
-    """grad_probs of dropped rows is zero; the others are sums over H."""
+def test_unpermute_and_its_gradients(dtype, probs_dtype, rows) -> None:
+    """Each is rounded once. grad_probs of dropped rows is zero; the others are sums over H."""
     indices, probs = experts(T, K), torch.rand(T, K).to(probs_dtype)
     permuted, grad = torch.randn(rows, H).to(dtype), torch.randn(T, H).to(dtype)
     _, sorted_indices = permute(torch.zeros(T, H).npu(), indices.npu())
@@ -105,7 +95,9 @@ def test_the_gradients_of_unpermute(dtype, probs_dtype, rows) -> None:
     assert type(out.grad_fn).__name__ == "NpuMoeTokenUnpermuteBackward0"
     out.backward(grad.npu())
     truth, truth_probs = permuted.double().requires_grad_(), probs.double().requires_grad_()
-    expected_unpermute(truth, indices, truth_probs).backward(grad.double())
+    expected = expected_unpermute(truth, indices, truth_probs)
+    assert_rounded(out, expected.detach())
+    expected.backward(grad.double())
     direct = unpermute_grad(permuted.npu(), grad.npu(), sorted_indices, probs.npu())
     saved = {"permuted_tokens": permuted.npu()}
     second = unpermute_grad_v2(grad.npu(), sorted_indices, rows, dtype, probs.npu(), **saved)

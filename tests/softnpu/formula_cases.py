@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import torch
@@ -80,10 +81,6 @@ def gated(activation: Callable[[Tensor], Tensor], dim: int, is_left: bool = True
     return formula
 
 
-def swiglu(shape: tuple[int, ...], dim: int) -> Case:
-    return Case(lambda x: torch_npu.npu_swiglu(x, dim), gated(F.silu, dim), (shape,), scale=3.0)
-
-
 def geglu(shape: tuple[int, ...], dim: int, approximate: int, is_left: bool) -> Case:
     def gelu(x: Tensor) -> Tensor:
         return F.gelu(x, approximate=("none", "tanh")[approximate])
@@ -98,19 +95,7 @@ def geglu(shape: tuple[int, ...], dim: int, approximate: int, is_left: bool) -> 
     return Case(call, formula, (shape,), ((FULL,), (HALF,)), absolute=1e-5, gradients=2, scale=3.0)
 
 
-def in_float16(case: Case) -> Case:
-    formula = case.formula
-    return replace(case, formula=lambda x: formula(x)[0], dtypes=((FP16,),), roundings=2)
-
-
-def clipped(
-    shape: tuple[int, ...],
-    dim: int = -1,
-    is_woven: bool = True,
-    alpha: float = 1.702,
-    limit: float = 7.0,
-    bias: float = 1,
-) -> Case:
+def clipped(shape: tuple[int, ...], dim: int, is_woven: bool, alpha=1.702, limit=7.0, bias=1.0) -> Case:
     """Even and odd elements are those of the merged rows, not of dim."""
 
     def formula(x: Tensor) -> Tensor:
@@ -134,8 +119,14 @@ GEGLUS = {
     for approximate in (0, 1)
     for is_left in (False, True)
 }
-CASES |= {f"npu_swiglu, {shape}": swiglu(shape, dim) for shape, dim in LAYOUTS}
-CASES |= GEGLUS | {f"{name}, float16": in_float16(case) for name, case in GEGLUS.items()}
+CASES |= {
+    f"npu_swiglu, {shape}": Case(partial(torch_npu.npu_swiglu, dim=dim), gated(F.silu, dim), (shape,), scale=3.0)
+    for shape, dim in LAYOUTS
+}
+CASES |= GEGLUS | {
+    f"{name}, float16": replace(case, formula=lambda x, f=case.formula: f(x)[0], dtypes=((FP16,),), roundings=2)
+    for name, case in GEGLUS.items()
+}
 CASES |= {
     f"npu_clipped_swiglu, {('halves', 'woven')[is_woven]}{what}": clipped(shape, dim, is_woven, **options)
     for is_woven in (False, True)

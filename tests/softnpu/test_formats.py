@@ -41,8 +41,3 @@ def test_a_cast_may_name_a_dtype_for_the_blocks_of_the_format() -> None:
     y = torch_npu.npu_format_cast(x.npu(), NZ, customize_dtype=torch.int8)
     assert torch_npu.get_npu_format(y) == torch_npu.Format.FRACTAL_NZ
     assert torch.equal(y.cpu(), x)
-
-
-def test_a_number_that_is_no_format_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="unknown format type:12345"):
-        torch_npu.npu_format_cast(torch.ones(2, 3, device="npu"), 12345)

@@ -12,7 +12,7 @@ from torch_npu.utils.collect_env import get_cann_version
 import softnpu
 from softnpu.cann import CANN
 from softnpu.runtime import cann_version
-from tests.softnpu.expert_refusals import added, init, parts, slots, top_k, unpermute_grad
+from tests.softnpu.expert_refusals import init, parts, slots, top_k, unpermute_grad
 from tests.softnpu.given import fp16, half, index, npu
 
 pytestmark = pytest.mark.software
@@ -54,10 +54,6 @@ def packed_gradient(size: int, before: int, behind: int) -> None:
     out.backward(torch.ones_like(out))
 
 
-def routed(**options: int) -> None:
-    init(quant_mode=-1, active_expert_range=[0, 5], **options)
-
-
 def norms_gradient(gamma: Tensor) -> None:
     torch.ops.npu.npu_rms_norm_backward(half(2, 8), half(2, 8), gamma, npu(2, 1))
 
@@ -84,9 +80,11 @@ CALLS: dict[str, tuple[Callable[[], None], tuple[int, int], str]] = {
     "heads of 512": (lambda: packed_gradient(512, 1, 0), (8, 2), ""),
     "heads of 520": (lambda: packed_gradient(520, 1, 0), (8, 5), "D is 1 to 512"),
     "sums of groups": (parts, (8, 3), "group_type currently only support -1 and 0"),
-    "sums of groups, added": (added, (8, 2), ""),
-    "all rows of experts": (lambda: routed(active_num=4), (8, 2), ""),
-    "rows of experts, not said how many": (routed, (9, 0), "active_num must be all 4 rows"),
+    "rows of experts, not said how many": (
+        lambda: init(quant_mode=-1, active_expert_range=[0, 5]),
+        (9, 0),
+        "active_num must be all 4 rows",
+    ),
     "weights of float32": (
         lambda: unpermute_grad(half(4, 8), half(2, 8), slots(4), npu(2, 2)),
         (9, 0),

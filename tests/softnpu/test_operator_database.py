@@ -14,7 +14,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
-from tests.support.operators import agree, call, differentiable, dtypes, name_of, on_npu, samples
+from tests.support.operators import agree, call, compare, differentiable, dtypes, name_of, on_npu, samples
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -102,6 +102,15 @@ def test_out_writes_through_views_and_grows_empty_tensors(op: OpInfo) -> None:
             assert not base[..., 0].any()
             moved.kwargs["out"] = torch.empty(0, dtype=expected.dtype, device="npu")
             agree(op, sample, call(op, moved), expected, partial(call, op))
+
+
+def test_random_operators_follow_the_generator_of_the_device() -> None:
+    torch.manual_seed(3)
+    state = torch.npu.get_rng_state()
+    first, second = torch.rand(9, device="npu"), torch.rand(9, device="npu")
+    assert not torch.equal(first, second)
+    torch.npu.set_rng_state(state)
+    compare([torch.rand(9, device="npu"), torch.rand(9, device="npu")], [first.cpu(), second.cpu()])
 
 
 def test_no_exception_names_an_operator_that_does_not_exist() -> None:

@@ -59,15 +59,8 @@ def sequences(q_lengths, k_lengths, hidden=None, before=None, behind=None) -> Ca
     return expected
 
 
-def compare(
-    call: Callable[..., Tensor], formula: Callable[..., Tensor], tensors: list[Tensor], tolerance: float
-) -> None:
-    """Compare a result and its gradients with those of a formula in float64; these are of four products more."""
-    inputs, leaves = ([move(t).requires_grad_() for t in tensors] for move in (Tensor.npu, Tensor.double))
-    found, expected = call(*inputs), formula(*leaves)
-    torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
-    grad = torch.linspace(-1, 1, expected.numel()).view_as(expected)
-    found.backward(grad.to(found))
-    expected.backward(grad.double())
-    for tensor, leaf in zip(inputs, leaves):
-        torch.testing.assert_close(tensor.grad.cpu().double(), leaf.grad, rtol=tolerance, atol=4 * tolerance)
+def arranged(t: Tensor, layout: str) -> Tensor:
+    """Return a contiguous tensor in a layout, given BNSD."""
+    axes = {"BNSD": (0, 1, 2, 3), "NBSD": (1, 0, 2, 3), "SBH": (2, 0, 1, 3)}.get(layout, (0, 2, 1, 3))
+    t = t.permute(axes)
+    return (t.flatten(2) if layout.endswith("H") else t).contiguous()

@@ -89,8 +89,6 @@ GROUPS = [
     (lambda: on_host([half(1, 8), half(3, 8)], [half(3, 8).t()] * 2, []), "takes no transposed weight"),
     (lambda: on_host([half(2, 8)] * 2, split_item=2), "they must be the same groups"),
     (lambda: added(transpose_x=False), "npu_grouped_matmul_add_: takes transpose_x=True"),
-    (lambda: added(group_list_type=1), "npu_grouped_matmul_add_: takes transpose_x=True"),
-    (lambda: added(group_type=0), "npu_grouped_matmul_add_: takes transpose_x=True"),
 ]
 
 

@@ -25,16 +25,12 @@ def x() -> torch.Tensor:
 WAITING = [
     (lambda x: x.cpu(), 1, 1),
     (lambda x: x.to("cpu", torch.float64), 1, 1),
-    (lambda x: x.tolist(), 1, 1),
-    (lambda x: x.numpy(force=True), 1, 1),
     (lambda x: x[0, 0].item(), 1, 1),
     (lambda x: float(x.sum()), 1, 1),
-    (lambda x: bool(x.any()), 1, 1),
     (lambda x: torch.equal(x, x), 1, 1),
     (lambda x: torch.empty(2, 2).copy_(x), 1, 1),
     (lambda x: x.to("cpu", non_blocking=True), 0, 1),  # torch_npu pins the target
     (lambda x: x.nonzero(), 1, 0),
-    (lambda x: torch.where(x > 1), 1, 0),
     (lambda x: x[x > 1], 1, 0),
     (lambda x: x.masked_select(x > 1), 1, 0),
     (lambda x: x.__setitem__(x > 1, 0.0), 1, 0),
@@ -54,17 +50,8 @@ def test_waits_are_counted_wherever_they_are_dispatched(x: torch.Tensor, wait, s
 @pytest.mark.parametrize(
     "work",
     [
-        lambda x: x + 1,
-        lambda x: x[0],
         lambda x: x[torch.tensor([1, 0], device="npu")],
-        lambda x: x.masked_fill(x > 1, 0.0),
-        lambda x: torch.where(x > 1, x, -x),
-        lambda x: x @ x,
-        lambda x: x.bfloat16(),
-        lambda x: x.to("npu"),
         lambda x: torch.ones(3).to("npu"),
-        lambda x: torch.nn.functional.scaled_dot_product_attention(*[x.view(1, 1, 2, 2).bfloat16()] * 3),
-        lambda x: torch.rand(3, device="npu"),
         lambda x: torch.histc(x, bins=4, min=0, max=3),
         lambda x: x.repeat_interleave(2, 0),
         lambda x: x.repeat_interleave(torch.tensor([1, 2], device="npu"), 0, output_size=3),
@@ -76,17 +63,9 @@ def test_work_without_a_wait_counts_none(x: torch.Tensor, work) -> None:
 
 
 def test_waits_in_a_backward_pass_are_counted(x: torch.Tensor) -> None:
-    class Waiting(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, tensor):
-            return tensor.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * grad.sum().item()
-
-    loss = Waiting.apply(x.requires_grad_()).sum()
-    assert waits(loss.backward) == (1, 1)
+    y = x.requires_grad_() * 2
+    y.register_hook(lambda grad: grad * grad.sum().item())
+    assert waits(y.sum().backward) == (1, 1)
 
 
 def test_operators_that_torch_npu_runs_on_the_cpu_count_as_copies(x: torch.Tensor) -> None:

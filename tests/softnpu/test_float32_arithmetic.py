@@ -33,7 +33,6 @@ def put(x: Tensor, values: Tensor) -> Tensor:
 
 SUMS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "index_put": (put, (numbers(3, 2), numbers(ROWS, 2))),
-    "index_add": (lambda x, v: x.index_add(0, INDEX.to(x.device), v), (numbers(3), numbers(ROWS))),
     "index_add_ to a view": (
         lambda x, v: x.clone()[::2].index_add_(0, INDEX.to(x.device), v),
         (numbers(6), numbers(ROWS)),
@@ -49,10 +48,6 @@ SUMS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
         lambda x, w, b: gradient(lambda x, w, b: F.layer_norm(x, (2,), w, b), 2, x, w, b),
         (numbers(ROWS, 2), numbers(2), numbers(2)),
     ),
-    "batch norm's bias": (
-        lambda x, w, b: gradient(lambda x, w, b: F.batch_norm(x, None, None, w, b, True), 2, x, w, b),
-        (numbers(ROWS, 2), numbers(2), numbers(2)),
-    ),
     "linear's weight": (lambda x, w: gradient(F.linear, 1, x, w), (numbers(4, 1024, 2), numbers(3, 2))),
     "a matrix times a batch": (lambda x, y: gradient(torch.matmul, 0, x, y), (numbers(3, 2), numbers(4, 2, 1024))),
     "a convolution's weight": (
@@ -62,10 +57,6 @@ SUMS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "replicated padding": (
         lambda x: gradient(lambda x: F.pad(x, (1024, 0), mode="replicate"), 0, x),
         (numbers(1, 2, 3),),
-    ),
-    "a mean over an area": (
-        lambda x: gradient(lambda x: F.interpolate(x, scale_factor=32, mode="area"), 0, x),
-        (numbers(1, 2, 2, 2),),
     ),
 }
 

@@ -30,6 +30,9 @@ def test_a_cast_keeps_values_and_takes_the_size_of_the_format(shape, number, ele
     assert torch_npu.get_storage_size(y) == elements
     assert torch.equal(y.cpu(), x)
     assert torch.equal((y + 1).cpu(), x + 1)
+    torch_npu.npu_format_cast_(z := x.npu(), number)
+    assert torch_npu.get_npu_format(z) == number
+    assert torch.equal(z.cpu(), x)
     assert torch.equal(torch_npu.npu_format_cast(y, ND).cpu(), x)
 
 
@@ -38,15 +41,3 @@ def test_a_cast_may_name_a_dtype_for_the_blocks_of_the_format() -> None:
     y = torch_npu.npu_format_cast(x.npu(), NZ, customize_dtype=torch.int8)
     assert torch_npu.get_npu_format(y) == torch_npu.Format.FRACTAL_NZ
     assert torch.equal(y.cpu(), x)
-
-
-def test_a_cast_in_place_changes_the_tensor_itself() -> None:
-    x = torch.ones(20, 40, dtype=torch.float16, device="npu")
-    torch_npu.npu_format_cast_(x, NZ)
-    assert torch_npu.get_npu_format(x) == NZ
-    assert x.sum().item() == 800
-
-
-def test_a_number_that_is_no_format_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="unknown format type:12345"):
-        torch_npu.npu_format_cast(torch.ones(2, 3, device="npu"), 12345)

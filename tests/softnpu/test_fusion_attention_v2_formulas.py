@@ -5,7 +5,8 @@ import torch
 import torch_npu
 
 from tests.softnpu.conforming import moved
-from tests.softnpu.exact_attention import TRIANGLE, attend, compare, distance, drawn, sequences
+from tests.softnpu.exact_attention import TRIANGLE, attend, distance, drawn, sequences
+from tests.support.rounding import assert_float64s
 
 RECTANGLE = (torch.arange(2048) >= 1024).expand(1024, 2048)
 SCALE = 0.3
@@ -19,7 +20,7 @@ def check(tensors, names, layout, formula, **options) -> None:
         named = dict(zip(names, given[3:])) | moved(options, "npu")
         return torch_npu.npu_fusion_attention_v2(*given[:3], 4, layout, scale=SCALE, **named)[0]
 
-    compare(call, formula, tensors, TOLERANCE)
+    assert_float64s(call, formula, tensors, TOLERANCE)
 
 
 def ends(lengths) -> list[int]:

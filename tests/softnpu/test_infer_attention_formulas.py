@@ -9,12 +9,13 @@ import torch_npu
 
 import softnpu
 from tests.softnpu.conforming import moved
-from tests.softnpu.exact_attention import TRIANGLE, attend, distance, drawn
+from tests.softnpu.exact_attention import TRIANGLE, arranged, attend, distance, drawn
 
 SCALE = 0.125
 # inputs are bfloat16 or float16; weights and result are rounded to it: a few times 2^-9 and 2^-12
 TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 exact = partial(attend, scale=SCALE)
+ops = torch.ops.npu
 
 
 def fused(tensors, heads=4, kv_heads=2, layout="BNSD", **options):
@@ -57,13 +58,8 @@ def test_layouts_and_lengths(layout) -> None:
     q, k, v = drawn((2, 4, 3, 64), (2, 2, 5, 64), (2, 2, 5, 64), dtype=torch.bfloat16)
     of_input, _, of_result = layout.partition("_")
 
-    def arrange(t, form):
-        axes = {"BNSD": (0, 1, 2, 3), "NBSD": (1, 0, 2, 3)}.get(form, (0, 2, 1, 3))
-        t = t.permute(axes)
-        return (t.flatten(2) if form == "BSH" else t).contiguous()
-
     out, lse = fused(
-        [arrange(t, of_input) for t in (q, k, v)],
+        [arranged(t, of_input) for t in (q, k, v)],
         layout=layout,
         actual_seq_lengths=[2, 3],
         actual_seq_lengths_kv=[5, 1],
@@ -71,7 +67,7 @@ def test_layouts_and_lengths(layout) -> None:
     expected = torch.zeros(2, 4, 3, 64, dtype=torch.float64)  # what lengths leave out is filled with zeros
     expected[0, :, :2] = exact(q[0, :, :2], k[0], v[0])[0]
     expected[1] = exact(q[1], k[1, :, :1], v[1, :, :1])[0]
-    close(out, arrange(expected, of_result or of_input))
+    close(out, arranged(expected, of_result or of_input))
     assert lse.numel() == 0
 
 
@@ -145,12 +141,23 @@ def test_rows_that_see_nothing() -> None:
     assert not out[0, :, 0].isnan().any()
 
 
-def test_results_go_to_the_tensors_of_the_caller() -> None:
+FUSED = {"num_heads": 4, "input_layout": "BSND", "softmax_lse_flag": True}
+
+
+@pytest.mark.parametrize(
+    ("operator", "shaped", "workspace_of", "keys", "options"),
+    [
+        (ops.npu_fusion_attention_v3, ops._npu_fusion_attention_v3_infer_output,
+         ops._npu_fusion_attention_v3_get_max_workspace, 2, {"head_num": 4, "input_layout": "BSND"}),
+        (ops.npu_fused_infer_attention_score, ops._npu_fused_infer_attention_score_infer_output,
+         ops._npu_fused_infer_attention_score_get_max_workspace, 1, FUSED),
+    ],
+)  # fmt: skip
+def test_results_go_to_the_tensors_of_the_caller(operator, shaped, workspace_of, keys: int, options) -> None:
     x = torch.randn(2, 3, 4, 64, dtype=torch.half).npu()
-    options = {"num_heads": 4, "input_layout": "BSND", "softmax_lse_flag": True}
-    out = list(torch.ops.npu._npu_fused_infer_attention_score_infer_output(x, x, **options))
-    workspace = torch.ops.npu._npu_fused_infer_attention_score_get_max_workspace(x, x, x, **options)
-    results = torch.ops.npu.npu_fused_infer_attention_score.out(x, x, x, **options, workspace=workspace, out=out)
+    out = list(shaped(x, *[x] * keys, **options))
+    results = operator.out(x, x, x, **options, workspace=workspace_of(x, x, x, **options), out=out)
     assert all(a is b for a, b in zip(results, out))
-    expected = torch_npu.npu_fused_infer_attention_score(x, x, x, **options)
-    assert all(torch.equal(a, b) for a, b in zip(out, expected))
+    assert all(torch.equal(a, b) for a, b in zip(out, operator(x, x, x, **options)))
+    with pytest.raises(RuntimeError, match=r"out\[0\] must be float16 \[2, 3, 4, 64\], got float32 \[3\]"):
+        operator.out(x, x, x, **options, out=[torch.empty(3).npu(), *out[1:]])

@@ -7,12 +7,10 @@ import softnpu
 
 ALLOCATIONS = {
     "empty": lambda: torch.empty(5, device="npu"),
-    "empty of bfloat16": lambda: torch.empty(2, 3, dtype=torch.bfloat16, device="npu"),
     "empty_like": lambda: torch.empty_like(torch.ones(3, 4, device="npu").t()),
     "empty_strided": lambda: torch.empty_strided((2, 2), (1, 4), device="npu"),
     "new_empty": lambda: torch.ones(2, device="npu").new_empty(4),
     "new_empty_strided": lambda: torch.ones(2, device="npu").new_empty_strided((2, 2), (2, 1)),
-    "scalar": lambda: torch.empty((), device="npu"),
     "growing": lambda: torch.ones(2, device="npu").resize_(1000)[2:],
 }
 

@@ -28,7 +28,7 @@ def order(indices: torch.Tensor) -> list[int]:
 
 
 def expected_permute(tokens: torch.Tensor, indices: torch.Tensor, rows: int) -> torch.Tensor:
-    return tokens[torch.tensor(order(indices)[:rows]) // (indices.numel() // len(indices))]
+    return tokens[torch.tensor(order(indices)[:rows], dtype=torch.int64) // (indices.numel() // len(indices))]
 
 
 def expected_unpermute(rows: torch.Tensor, indices: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
@@ -39,30 +39,16 @@ def expected_unpermute(rows: torch.Tensor, indices: torch.Tensor, probs: torch.T
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("shape", [(T, K), (T, 1), (T,)])
+@pytest.mark.parametrize(
+    ("shape", "num_out_tokens", "rows"),
+    [((T,), None, 7), ((T, 1), 0, 7), *[((T, K), *e) for e in ((None, 21), (8, 8), (99, 21), (-4, 17), (-21, 0))]],
+)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int8])
-def test_rows_come_in_the_stable_order_of_their_experts(dtype, shape, index_dtype) -> None:
+def test_rows_come_in_the_stable_order_of_their_experts(dtype, shape, num_out_tokens, rows, index_dtype) -> None:
     tokens, indices = torch.arange(T * H).view(T, H).to(dtype), experts(*shape, dtype=index_dtype)
-    permuted, sorted_indices = permute(tokens.npu(), indices.npu())
-    assert torch.equal(permuted.cpu(), expected_permute(tokens, indices, indices.numel()))
+    permuted, sorted_indices = permute(tokens.npu(), indices.npu(), num_out_tokens)
+    assert torch.equal(permuted.cpu(), expected_permute(tokens, indices, rows))
     assert sorted_indices.argsort().tolist() == order(indices)
-
-
-@pytest.mark.parametrize(("num_out_tokens", "rows"), [(None, 21), (0, 21), (8, 8), (99, 21), (-4, 17), (-21, 0)])
-def test_num_out_tokens_drops_the_last_rows(num_out_tokens, rows) -> None:
-    tokens, indices = torch.randn(T, H), experts(T, K)
-    permuted, _ = permute(tokens.npu(), indices.npu(), num_out_tokens)
-    assert torch.equal(permuted.cpu(), permute(tokens.npu(), indices.npu())[0][:rows].cpu())
-
-
-@pytest.mark.parametrize("probs_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_unpermute_weights_sums_and_rounds_once(dtype, probs_dtype) -> None:
-    indices, probs = experts(T, K), torch.rand(T, K).to(probs_dtype)
-    rows = torch.randn(T * K, H).to(dtype)
-    _, sorted_indices = permute(torch.zeros(T, H).npu(), indices.npu())
-    found = unpermute(rows.npu(), sorted_indices, probs.npu())
-    assert_rounded(found, expected_unpermute(rows.double(), indices, probs.double()))
 
 
 def test_rows_of_probability_zero_and_rows_beyond_the_last_are_not_read() -> None:
@@ -99,8 +85,8 @@ def test_the_gradient_of_permute_sums_over_slots(dtype, shape, index_dtype, num_
 @pytest.mark.parametrize("rows", [T * K, 12])
 @pytest.mark.parametrize("probs_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gradients_of_unpermute(dtype, probs_dtype, rows) -> None:
-    """grad_probs of dropped rows is zero; the others are sums over H."""
+def test_unpermute_and_its_gradients(dtype, probs_dtype, rows) -> None:
+    """Each is rounded once. grad_probs of dropped rows is zero; the others are sums over H."""
     indices, probs = experts(T, K), torch.rand(T, K).to(probs_dtype)
     permuted, grad = torch.randn(rows, H).to(dtype), torch.randn(T, H).to(dtype)
     _, sorted_indices = permute(torch.zeros(T, H).npu(), indices.npu())
@@ -109,7 +95,9 @@ def test_the_gradients_of_unpermute(dtype, probs_dtype, rows) -> None:
     assert type(out.grad_fn).__name__ == "NpuMoeTokenUnpermuteBackward0"
     out.backward(grad.npu())
     truth, truth_probs = permuted.double().requires_grad_(), probs.double().requires_grad_()
-    expected_unpermute(truth, indices, truth_probs).backward(grad.double())
+    expected = expected_unpermute(truth, indices, truth_probs)
+    assert_rounded(out, expected.detach())
+    expected.backward(grad.double())
     direct = unpermute_grad(permuted.npu(), grad.npu(), sorted_indices, probs.npu())
     saved = {"permuted_tokens": permuted.npu()}
     second = unpermute_grad_v2(grad.npu(), sorted_indices, rows, dtype, probs.npu(), **saved)

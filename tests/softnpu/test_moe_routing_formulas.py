@@ -23,34 +23,27 @@ def order(indices: torch.Tensor, start: int = 0, end: int = E) -> list[int]:
     return sorted((i for i, e in enumerate(flat) if start <= e < end), key=flat.__getitem__)
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, E), (1, 3)])
+@pytest.mark.parametrize(
+    ("start", "end", "most"), [(0, E, -1), (1, 3, -1), *[(0, E, most) for most in (1, 7, T * K - 1, 2 * T * K)]]
+)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int8])
-def test_rows_go_to_the_experts_in_range(dtype, start, end) -> None:
+def test_rows_go_to_the_experts_in_range(dtype, start, end, most) -> None:
     x, indices, scale = torch.arange(T * H).view(T, H).to(dtype), experts(), torch.rand(T)
     options = COUNTED | {"active_expert_range": [start, end], "scale": scale.npu()}
-    expanded, row_idx, counts, scales = init_routing(x.npu(), indices.npu(), **options)
+    expanded, row_idx, counts, scales = init_routing(x.npu(), indices.npu(), active_num=most, **options)
     scattered = init_routing(x.npu(), indices.npu(), row_idx_type=1, **options)[1]
     places = order(indices, start, end)
-    rows = len(places)
-    assert torch.equal(expanded[:rows].cpu(), x[[i // K for i in places]])
-    assert torch.equal(scales[:rows].cpu(), scale[[i // K for i in places]])
-    assert scattered[:rows].tolist() == places
+    rows = len(places) if most < 0 else min(most, len(places))
+    assert len(expanded) == (T * K if most < 0 else rows)
+    assert torch.equal(expanded[:rows].cpu(), x[[i // K for i in places[:rows]]])
+    assert torch.equal(scales[:rows].cpu(), scale[[i // K for i in places[:rows]]])
+    assert scattered[: len(places)].tolist() == places
     assert sorted(scattered.tolist()) == list(range(T * K))  # op-plugin's tests compare the other experts too
     assert row_idx.tolist() == [places.index(i) if i in places else -1 for i in range(T * K)]
     assert counts.tolist() == [int((indices == e).sum()) for e in range(start, end)]
     unwritten = expanded[rows:]
     assert unwritten.eq(-1).all() if dtype == torch.int8 else unwritten.isnan().all()
     assert scales[rows:].isnan().all()
-
-
-@pytest.mark.parametrize("active_num", [1, 7, T * K - 1, 2 * T * K])
-def test_active_num_is_the_most_rows_there_are(active_num) -> None:
-    x, indices = torch.rand(T, H), experts()
-    whole = init_routing(x.npu(), indices.npu(), **COUNTED)
-    some = init_routing(x.npu(), indices.npu(), active_num=active_num, **COUNTED)
-    rows = min(active_num, T * K)
-    assert torch.equal(some[0], whole[0][:rows])
-    assert all(torch.equal(a, b) for a, b in zip(some[1:3], whole[1:3]))
 
 
 def test_no_rows_count_as_none() -> None:

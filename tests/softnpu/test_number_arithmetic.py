@@ -43,14 +43,12 @@ CASES: dict[str, tuple[torch.dtype, Callable[[Tensor, Tensor], Tensor], Formula]
         lambda x, y: torch._foreach_addcdiv([x], [y], [x], value=NUMBER)[0],
         lambda x, y, r, n: r(x + r(r(y / x) * r(n))),
     ),
-    "a list and a number": (BF16, lambda x, y: _added_in_place(x), lambda x, y, r, n: r(x + n)),
+    "a list and a number": (
+        BF16,
+        lambda x, y: torch._foreach_add_([x.clone()], NUMBER)[0],
+        lambda x, y, r, n: r(x + n),
+    ),
 }
-
-
-def _added_in_place(x: Tensor) -> Tensor:
-    x = x.clone()
-    torch._foreach_add_([x], NUMBER)
-    return x
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -64,9 +62,3 @@ def test_a_number_is_rounded_where_the_device_rounds_it(name: str) -> None:
     expected = formula(x.double(), y.double(), lambda t: t.to(dtype).double(), number)
     assert found.dtype == dtype
     assert (found.double() != expected).double().mean() < 0.01
-
-
-def test_float16_times_a_number_beyond_its_range_is_infinite() -> None:
-    x = torch.tensor([1e-3, 0.0], dtype=FP16, device="npu")
-    assert (x * 70000).isinf().tolist() == [True, False]
-    assert (x * 70000).isnan().tolist() == [False, True]

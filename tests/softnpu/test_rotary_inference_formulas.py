@@ -4,13 +4,10 @@ import pytest
 import torch
 import torch_npu
 
+from tests.softnpu.formula_cases import rotated
+
 # one rounding of values up to 8; float16 rounds the products of npu_apply_rotary_pos_emb too
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-8}
-
-
-def half(x: torch.Tensor) -> torch.Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat([-b, a], -1)
 
 
 def by_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -43,7 +40,7 @@ def test_query_and_key_are_rotated_in_place(dtype, lead) -> None:
     )
     for given, result, x in zip(on_device, found, (q, k)):
         assert torch.equal(given, result)
-        compare(given, x.double() * cos.double() + half(x.double()) * sin.double(), dtype)
+        compare(given, rotated("half")(*(t.double() for t in (x, cos, sin))), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -82,15 +79,12 @@ def test_mrope(mode, section, cache_mode) -> None:
         feature = torch.arange(size // 2)
         chosen = torch.where(feature < 3 * section[1], feature % 3, 0)
     rows = positions[chosen].T if section else positions.unsqueeze(-1).expand(-1, size // 2)
-    turn = angle.double().gather(0, rows)
+    turn = angle.double().gather(0, rows).unsqueeze(1)
+    turn = torch.cat([turn, turn], -1) if mode == "half" else turn.repeat_interleave(2, -1)
     for result, x in zip(found, (q, k)):
         heads = x.double().view(7, -1, 128)
-        turned, rest = heads[..., :size], heads[..., size:]
-        a, b = turned.chunk(2, -1) if mode == "half" else (turned[..., ::2], turned[..., 1::2])
-        c, s = turn.cos().unsqueeze(1), turn.sin().unsqueeze(1)
-        real, imaginary = a * c - b * s, a * s + b * c
-        turned = torch.cat([real, imaginary], -1) if mode == "half" else torch.stack([real, imaginary], -1).flatten(-2)
-        compare(result, torch.cat([turned, rest], -1).flatten(1), torch.float32)
+        turned = rotated(mode)(heads[..., :size], turn.cos(), turn.sin())
+        compare(result, torch.cat([turned, heads[..., size:]], -1).flatten(1), torch.float32)
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tests.softnpu.exact_attention import drawn
 from tests.softnpu.given import HALF, INT, index
+from tests.support.rounding import assert_float64s
 
 HEADS, QUERIES, KEYS = 8, 5, 11
 PACKED = {"layout_query": "TND", "layout_key": "TND"}
@@ -33,20 +34,28 @@ def scores_of(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", [0, 3])
-def test_an_indexer_chooses_what_scores_highest(mode: int) -> None:
-    given = indexed()
-    scores = scores_of(*given)
+def test_an_indexer_chooses_what_scores_highest_and_its_gradient_is_that_of_scores(mode: int) -> None:
+    given = indexed(torch.bfloat16)
+    leaves, exact = [t.npu().requires_grad_() for t in given], [t.double().requires_grad_() for t in given]
+    scores = scores_of(*exact)
     if mode == 3:
         scores = scores.masked_fill(BEHIND, -torch.inf)
     options = {"sparse_count": 9, "sparse_mode": mode, "return_value": True}
-    indices, values = torch_npu.npu_lightning_indexer(*(t.npu() for t in given), **options)
+    indices, values = torch_npu.npu_lightning_indexer(*leaves, **options)
     expected = scores.topk(9)
     wanted = expected.indices.masked_fill(expected.values == -torch.inf, -1)
     assert torch.equal(indices.cpu()[:, :, 0].long(), wanted)
     there = wanted >= 0
     assert there.all() == (mode == 0)
     # rounded to bfloat16 once
-    torch.testing.assert_close(values.cpu()[:, :, 0].double()[there], expected.values[there], rtol=2**-8, atol=1e-4)
+    torch.testing.assert_close(
+        values.detach().cpu()[:, :, 0].double()[there], expected.values.detach()[there], rtol=2**-8, atol=1e-4
+    )
+    grad = torch.randn(values.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    values.backward(grad.npu())
+    (expected.values.masked_fill(~there, 0.0) * grad[:, :, 0].double()).sum().backward()
+    for leaf, truth in zip(leaves, exact):  # rounded to bfloat16 once
+        assert (leaf.grad.cpu().double() - truth.grad).norm() <= 2**-8 * truth.grad.norm()
 
 
 def test_lengths_and_packed_sequences_are_those_of_each_sequence() -> None:
@@ -82,18 +91,6 @@ def test_sequences_without_queries_leave_their_keys_out() -> None:
         found([3], [5, KEYS])
 
 
-def test_the_gradient_of_an_indexer_is_that_of_its_scores() -> None:
-    given = indexed(torch.bfloat16)
-    leaves = [t.npu().requires_grad_() for t in given]
-    indices, values = torch_npu.npu_lightning_indexer(*leaves, sparse_count=4, return_value=True)
-    wanted = torch.randn(values.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-    values.backward(wanted.npu())
-    exact = [t.double().requires_grad_() for t in given]
-    (scores_of(*exact).gather(-1, indices.cpu()[:, :, 0].long()) * wanted[:, :, 0].double()).sum().backward()
-    for leaf, truth in zip(leaves, exact):  # rounded to bfloat16 once
-        assert (leaf.grad.cpu().double() - truth.grad).norm() <= 2**-8 * truth.grad.norm()
-
-
 @pytest.mark.parametrize("mode", [0, 3])
 def test_attention_is_to_chosen_keys_and_so_is_its_gradient(mode: int) -> None:
     q, k, q_rope, k_rope = attended()
@@ -105,19 +102,20 @@ def test_attention_is_to_chosen_keys_and_so_is_its_gradient(mode: int) -> None:
     seen[1].scatter_(-1, chosen[1], True)
     if mode == 3:
         seen &= ~BEHIND
-    leaves = [t.npu().requires_grad_() for t in (q, k, k, q_rope, k_rope)]
-    out, maximum, total = torch_npu.npu_sparse_flash_attention(
-        *leaves[:3], chosen.int().unsqueeze(2).npu(), 0.1, query_rope=leaves[3], key_rope=leaves[4], sparse_mode=mode,
-        attention_mode=2, return_softmax_lse=True,
-    )  # fmt: skip
-    out.sum().backward()
-    exact = [t.double().requires_grad_() for t in (q, k, k, q_rope, k_rope)]
-    scores = torch.cat((exact[0], exact[3]), -1) @ torch.cat((exact[1], exact[4]), -1).permute(0, 2, 3, 1) * 0.1
-    scores = scores.masked_fill(~seen.unsqueeze(2), -torch.inf)
-    expected = scores.softmax(-1) @ exact[2][:, None, :, 0]
-    expected.sum().backward()
-    assert (out.detach().cpu().double() - expected.detach()).norm() <= 2**-7 * expected.norm()  # rounded twice
-    sums = (maximum + total.log()).detach().cpu()[:, 0].double()
-    assert (sums - scores.detach().logsumexp(-1)).abs().max() <= 1e-5  # float32 sums of 576
-    for leaf, truth in zip(leaves, exact):
-        assert (leaf.grad.cpu().double() - truth.grad).norm() <= 2**-7 * truth.grad.norm()
+    sums = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *ropes: Tensor) -> Tensor:
+        out, maximum, total = torch_npu.npu_sparse_flash_attention(
+            q, k, v, chosen.int().unsqueeze(2).npu(), 0.1, query_rope=ropes[0], key_rope=ropes[1], sparse_mode=mode,
+            attention_mode=2, return_softmax_lse=True,
+        )  # fmt: skip
+        sums.append((maximum + total.log()).detach().cpu()[:, 0].double())
+        return out
+
+    def exact(q: Tensor, k: Tensor, v: Tensor, *ropes: Tensor) -> Tensor:
+        scores = torch.cat((q, ropes[0]), -1) @ torch.cat((k, ropes[1]), -1).permute(0, 2, 3, 1) * 0.1
+        scores = scores.masked_fill(~seen.unsqueeze(2), -torch.inf)
+        assert (sums[0] - scores.detach().logsumexp(-1)).abs().max() <= 1e-5  # float32 sums of 576
+        return scores.softmax(-1) @ v[:, None, :, 0]
+
+    assert_float64s(attend, exact, (q, k, k, q_rope, k_rope), 2**-7)  # rounded twice

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import build
 import pytest
@@ -59,16 +58,9 @@ COME_BY_THEMSELVES = (
 )
 
 
-class Step(NamedTuple):
-    """A block of the page: a file, a change to one, or commands."""
-
-    path: str | None
-    language: str
-    text: str
-
-
-def steps() -> list[Step]:
-    return [Step(m["path"], m["language"], m["text"]) for m in BLOCK.finditer(PAGE.read_text())]
+def steps() -> list[re.Match[str]]:
+    """The blocks of the page, each a file, a change to one, or commands."""
+    return list(BLOCK.finditer(PAGE.read_text()))
 
 
 @pytest.fixture(scope="module")
@@ -122,17 +114,16 @@ def outputs(clone: Path, environment: dict[str, str], _forks: Forks) -> dict[str
 
     printed = {}
     for step in steps():
-        if step.language == "diff":
-            assert step.path is not None
-            change(clone / step.path, step.text)
-        elif step.path is not None:
-            assert not (clone / step.path).exists(), f"{step.path} is not new"
-            (clone / step.path).parent.mkdir(parents=True, exist_ok=True)
-            (clone / step.path).write_text(step.text)
-        elif step.language == "sh":
-            printed |= {line: run_line(line) for line in step.text.splitlines()}
+        if step["language"] == "diff":
+            change(clone / step["path"], step["text"])
+        elif step["path"] is not None:
+            assert not (clone / step["path"]).exists(), f"{step['path']} is not new"
+            (clone / step["path"]).parent.mkdir(parents=True, exist_ok=True)
+            (clone / step["path"]).write_text(step["text"])
+        elif step["language"] == "sh":
+            printed |= {line: run_line(line) for line in step["text"].splitlines()}
         else:
-            printed["python"] = run(f"import softnpu\n{step.text}\n{CHECK}")
+            printed["python"] = run(f"import softnpu\n{step['text']}\n{CHECK}")
     return printed
 
 
@@ -158,13 +149,14 @@ def printed_by(outputs: dict[str, str], start: str) -> str:
 def test_the_tests_of_the_page_run(outputs) -> None:
     """Its own, and those of the project."""
     passed = re.findall(r"^PASSED ([^:]+)::(\w+)", printed_by(outputs, "python -m pytest"), re.MULTILINE)
-    (own,) = [step for step in steps() if step.path == "tests/quick_gelu/test_quick_gelu.py"]
-    assert {name for path, name in passed if path == own.path} == set(re.findall(r"^def (test_\w+)", own.text, re.M))
-    assert {path for path, _ in passed} == {own.path, *COME_BY_THEMSELVES}
+    own = "tests/quick_gelu/test_quick_gelu.py"
+    (text,) = [step["text"] for step in steps() if step["path"] == own]
+    assert {name for path, name in passed if path == own} == set(re.findall(r"^def (test_\w+)", text, re.MULTILINE))
+    assert {path for path, _ in passed} == {own, *COME_BY_THEMSELVES}
 
 
 def test_what_the_page_writes_is_as_the_project_writes(outputs, clone: Path) -> None:
-    written = [step.path for step in steps() if step.path is not None and step.path.endswith(".py")]
+    written = [step["path"] for step in steps() if step["path"] is not None and step["path"].endswith(".py")]
     for command in (["ruff", "check"], ["ruff", "format", "--check"]):
         result = subprocess.run([sys.executable, "-m", *command, *written], cwd=clone, capture_output=True, text=True)
         assert result.returncode == 0, result.stdout

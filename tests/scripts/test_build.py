@@ -31,11 +31,7 @@ TREE = {f"torch{minor}-cxx11-cann82-aarch64-linux" for minor in (26, 27, 28)} | 
 SCHEMAS = Path(__file__).parent.parent / "data" / "torch_npu_schemas.txt"
 
 
-def named(repository: Path) -> str:
-    return repository.name
-
-
-each_repository = pytest.mark.parametrize("repository", REPOSITORIES, ids=named)
+each_repository = pytest.mark.parametrize("repository", REPOSITORIES, ids=lambda path: path.name)
 
 
 def test_the_package_knows_all_repositories() -> None:
@@ -83,11 +79,6 @@ def test_a_strict_variant_and_that_for_all_npus_may_be_published(repository: Pat
     """With their metadata and digests, the card, and imports of torch, the standard library and their own modules."""
     found = preflight.violations(local.find(repository.name, (NAMES[0], "torch-npu")), 1, load=False)
     assert [line for line in found if ": bytecode" not in line] == []  # that is left beside what has run
-
-
-def test_ids_are_unique(whole: Path) -> None:
-    ids = [json.loads(path.read_text())["id"] for path in whole.glob("*/build/*/metadata.json")]
-    assert len(set(ids)) == len(ids) == len(REPOSITORIES) * len(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -200,16 +191,11 @@ def operator_calls(package: Path) -> list[tuple[str, int, set[str]]]:
     return calls
 
 
-def detected(package: Path) -> set[str]:
-    """The operators whose presence is asked for before they are called."""
-    sources = "\n".join(path.read_text() for path in sorted(package.rglob("*.py")))
-    return set(re.findall(r'hasattr\(torch\.ops\.npu, "(\w+)"\)', sources))
-
-
-def detected_parameters(package: Path) -> set[tuple[str, str]]:
-    """The parameters whose presence is asked for before they are given, each with its operator."""
-    sources = "\n".join(path.read_text() for path in sorted(package.rglob("*.py")))
-    return set(re.findall(r'has_parameter\("(\w+)", "(\w+)"\)', sources))
+def detected(package: Path) -> tuple[set[str], set[tuple[str, str]]]:
+    """What is there before it is used: the operators that are asked for, and parameters, each with its operator."""
+    sources = "\n".join(path.read_text() for path in package.rglob("*.py"))
+    operators = re.findall(r'hasattr\(torch\.ops\.npu, "(\w+)"\)', sources)
+    return set(operators), set(re.findall(r'has_parameter\("(\w+)", "(\w+)"\)', sources))
 
 
 RELEASES = schemas()
@@ -223,7 +209,7 @@ def test_the_schemas_are_there_of_each_release_that_a_variant_names() -> None:
 @each_repository
 def test_every_operator_call_is_valid_in_all_releases(repository: Path) -> None:
     package = repository / "build" / "torch-npu"
-    calls, asked, of = operator_calls(package), detected(package), detected_parameters(package)
+    calls, (asked, of) = operator_calls(package), detected(package)
     assert calls or repository.name in WITHOUT_OPERATORS
     for release, schemas in RELEASES.items():
         for operator, positional, keywords in calls:

@@ -11,7 +11,7 @@ import pytest
 
 import kernels_ext_npu
 from documents import rent
-from documents.mechanisms import ACTS, LISTS, MECHANISMS, MODELS, STEP, TOKEN, Mechanism
+from documents.mechanisms import MECHANISMS, STEP, TOKEN, Mechanism
 from documents.way import WAY
 
 BY_NAME = {mechanism.name: mechanism for mechanism in MECHANISMS}
@@ -74,23 +74,6 @@ def test_a_mechanism_is_made_of_files_and_can_be_left_out(mechanism: Mechanism) 
     with mechanism.left_out():
         assert not any(resolve_name(place) is found for (place, _), found in zip(mechanism.off, before))
     assert [resolve_name(place) for place, _ in mechanism.off] == before
-
-
-def test_the_record_has_each_mechanism_of_each_model() -> None:
-    assert list(RECORD) == [*MODELS, LISTS]
-    for name, costs in RECORD.items():
-        assert list(costs) == ["", *(mechanism.name for mechanism in MECHANISMS if name in mechanism.models)]
-
-
-def test_the_table_says_the_most_of_all_models() -> None:
-    heading, _, *rows = rent.table("en").splitlines()
-    assert [cell.strip() for cell in heading.strip("|").split("|")] == ["without", "lines", *ACTS]
-    cells = {row.split("|")[1].strip(): [cell.strip() for cell in row.strip("|").split("|")] for row in rows}
-    name = "gate and up as one product"
-    found = [RECORD[model][name][STEP]["seconds"] / RECORD[model][""][STEP]["seconds"] - 1 for model in MODELS]
-    assert cells[name][2 + ACTS.index(STEP)].startswith(f"{max(found):+.1%}, peak")
-    lines = sum(len(path.read_text("utf-8").splitlines()) for path in BY_NAME[name].paths)
-    assert cells[name][1] == str(lines) != "0"
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,12 @@
 The figures of twenty inspections take minutes, which `make test-slow` has. `make test` takes two of them anew.
 """
 
-import re
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from documents import DocumentError, generated, parallel, ratios, savings
-from kernels_ext_npu import catalogue
 from tests.support.counted import counted
 from tests.support.transformers_files import modeling_files
 
@@ -76,14 +74,6 @@ def test_the_figures_of_a_rank_are_those_of_its_inspection() -> None:
 
 def cells(table: str) -> list[list[str]]:
     return [line.strip("|").split("|") for line in table.splitlines() if not line.startswith("| ---")]
-
-
-@counted
-def test_the_short_table_links_the_card_of_each_kernel() -> None:
-    linked = re.findall(r"^\| \[(\w+)\]\((\S+)\) \|", generated.PARTS["coverage"]("en"), re.MULTILINE)
-    serving = {repository.name for repository in catalogue.SERVING}
-    assert {name for name, _ in linked} == serving - {"Linear"}  # no class of transformers is an embedding of patches
-    assert all((ROOT / path).is_file() and path.startswith(f"{name}/") for name, path in linked)
 
 
 def test_what_is_between_markers_is_written_and_nothing_else(parts, tmp_path: Path) -> None:

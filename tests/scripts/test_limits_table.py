@@ -7,8 +7,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -17,11 +15,6 @@ else:
 ROOT = Path(__file__).resolve().parent.parent.parent
 FILE = ROOT / "tests" / "data" / "limits.toml"
 TABLES: dict[str, dict[str, Any]] = tomllib.loads(FILE.read_text())
-RELEASES = ["8.2", "8.3", "8.5", "9.0", "9.1"]
-CHIPS = {"A2", "A3"}
-HEAD = FILE.read_text().split("\n\n")[0].splitlines()
-KINDS = set(" ".join(line[2:] for line in HEAD).partition(" kind: ")[2].partition(". ")[0].split(", "))
-SOURCE = re.compile(r"(op-plugin|pytorch|transformer|transformer83|nn|math) \S+( v?[0-9a-f][\w.-]*(:\d+)?)+")
 AUTOGRAD = "autograd of "
 
 
@@ -55,21 +48,3 @@ def test_every_gradient_that_autograd_calls_for_them_has_a_table() -> None:
         assert gradient is None or gradient[1] in TABLES, name
         for origin in (one.removeprefix(AUTOGRAD) for one in table["called_from"] if one.startswith(AUTOGRAD)):
             assert TABLES[origin]["gradient"] == name
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_a_table_has_the_form_of_the_head(name: str) -> None:
-    table = TABLES[name]
-    assert set(table) <= {"called_from", "present", "gradient", "page", "not_found", "limit"}
-    assert table["present"] == [release for release in RELEASES if release in table["present"]] != []
-    missing = {one.split(":")[0].split(" (")[0] for one in table.get("not_found", ())}
-    assert missing <= KINDS
-    for limit in table["limit"]:
-        assert {"releases", "kind", "says"} <= set(limit) <= {"releases", "kind", "says", "source", "chips"}
-        assert limit["releases"] == [release for release in RELEASES if release in limit["releases"]] != []
-        assert limit["says"] == "absent" or set(limit["releases"]) <= set(table["present"])
-        assert set(limit["releases"]).isdisjoint(table["present"]) or limit["says"] != "absent"
-        assert limit["kind"] in KINDS
-        assert set(limit.get("chips", CHIPS)) <= CHIPS
-        assert limit.get("source") or limit["kind"] in missing, limit["says"]
-        assert all(SOURCE.fullmatch(source) for source in limit.get("source", ())), limit["source"]

@@ -1,7 +1,5 @@
 """The Hub of the tests: its faults do what they say, to the real client. Tests of publishing see all else of it."""
 
-from pathlib import Path
-
 import httpx2
 import pytest
 from huggingface_hub import CommitOperationAdd, HfApi
@@ -40,12 +38,3 @@ def test_a_fault_comes_before_the_effect_or_behind_it(localhub, kind, fields, is
         assert caught.value.response.status_code == hit.status == fields["status"]
     assert commit(b"3") == repository.commit().id
     assert repository.files()["a.py"] == b"3"
-
-
-def test_a_download_that_was_cut_goes_on(localhub, tmp_path: Path) -> None:
-    content = bytes(range(256)) * 10
-    localhub.publish(REPOSITORY, {"a.bin": content})
-    localhub.faults.add("truncate", method="GET", path="*/resolve/*", size=1000)
-    options = {"repo_type": "kernel", "revision": "v1", "cache_dir": tmp_path}
-    assert Path(HfApi(localhub.url).hf_hub_download(REPOSITORY, "a.bin", **options)).read_bytes() == content
-    assert [request.fault for request in localhub.requests[-2:]] == ["truncate", None]

@@ -1,29 +1,19 @@
 """The tables of a rank: three layers tell what all of them cost."""
 
 import pytest
-from transformers import AutoConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 
 from documents import parallel
 from kernels_ext_npu.inspection.inspecting import inspect
 from kernels_ext_npu.inspection.mesh import Mesh
 from kernels_ext_npu.inspection.subject import Subject
 from kernels_ext_npu.measuring.roofline import SOCS
-
-SIZES = {
-    "hidden_size": 64,
-    "moe_intermediate_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "vocab_size": 100,
-}
+from tests.support import zoo
 
 
 @pytest.mark.long
 def test_three_layers_tell_what_seven_cost() -> None:
-    config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=7, **SIZES)
+    config = zoo.build("qwen3_moe", num_hidden_layers=7, num_experts=8).config
     subject, mesh = Subject("tiny", config, Qwen3MoeForCausalLM, []), Mesh(ep=2, fsdp=4)
     told = parallel.rank(subject, mesh, tokens=64)
     inspection = inspect(subject, SOCS["910b"], tokens=64, mesh=mesh)

@@ -6,7 +6,7 @@ import re
 import build
 
 from planting.faults import FAULTS
-from planting.record import PAGE, page
+from planting.record import PAGE
 
 ROW = re.compile(r"^\| (\w+) \| `([\w.]+)` \| (.+) \| `([\w/]+\.py)`, `(\w+)` \|$", re.MULTILINE)
 
@@ -26,10 +26,3 @@ def test_a_test_that_saw_a_fault_is_still_there() -> None:
             tree = ast.parse((build.ROOT / path).read_text("utf-8"))
             functions[path] = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         assert function in functions[path], f"{path} has no {function} any more: make test-faults ARGS=--record"
-
-
-def test_a_record_has_a_row_for_each() -> None:
-    written = page({"RMSNorm/functional.py: the norm": "tests/rmsnorm/test_functional.py::test_one[shape0-1e-06]"})
-    assert ROW.findall(written) == [
-        ("RMSNorm", "functional.py", "the norm", "tests/rmsnorm/test_functional.py", "test_one")
-    ]

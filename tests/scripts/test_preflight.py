@@ -68,13 +68,11 @@ VIOLATIONS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda build: (build / STRICT).rename(build / "torch28-cxx11-cu128-x86_64-linux"),
         "the name is that of a variant for cuda",
     ),
-    "unparsable metadata": (written("metadata.json", '{"name": "Tiny"}'), "torch-npu/metadata.json: "),
     "missing metadata": (
         lambda build: (build / "torch-npu" / "metadata.json").unlink(),
         "torch-npu/metadata.json: missing",
     ),
     "changed file": (written("layers.py", ""), "torch-npu/layers.py: changed, its digest differs"),
-    "missing file": (lambda build: (build / "torch-npu" / "layers.py").unlink(), "torch-npu/layers.py: missing"),
     "extra file": (written("extra.py", ""), "torch-npu/extra.py: not in the digest, an extra file"),
     "other version": (rebuilt(STRICT, version=2), f"{STRICT}/metadata.json: version 2 on the branch v1"),
     "other backend": (rebuilt("torch-npu", backend={"type": "cuda"}), "torch-npu/metadata.json: the backend is cuda"),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from rich.console import Console
 
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.distribution.variants import NOARCH, names, repositories
-from proving import ProvingError, cpu_builds, interpreters, pairs, report
+from proving import ProvingError, interpreters, pairs, report
 from proving.interpreters import Interpreter
 from proving.packages import Packages
 from proving.pairs import Proof
@@ -49,9 +47,7 @@ def test_without_pairs_each_variant_is_proven_on_what_it_names_and_then_newer_re
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("2.6.0", [("torch26-cxx11-cann82", "2.6.0", "2.6.0")]),
         ("2.7.1", [("torch27-cxx11-cann82", "2.7.1", "2.7.1"), ("torch27-cxx11-cann83", "2.7.1", "2.7.1")]),
-        ("2.7.1=2.7.1.post2", [("torch27-cxx11-cann85", "2.7.1", "2.7.1.post2")]),
         # of a release that none names, all of its torch
         ("2.6.0=2.6.0.post5", [("torch26-cxx11-cann82", "2.6.0", "2.6.0.post5")]),
         ("2.6.1", [("torch26-cxx11-cann82", "2.6.1", "2.6.1")]),
@@ -123,39 +119,6 @@ def test_a_release_that_does_not_exist_leaves_nothing(monkeypatch, tmp_path: Pat
     assert list((tmp_path / "python3.11").iterdir()) == []
 
 
-def test_a_cuda_build_becomes_a_cpu_build(monkeypatch, tmp_path: Path) -> None:
-    """Its library runs without those of CUDA; what it calls of them and what not is there."""
-    monkeypatch.setattr(cpu_builds, "TOOLS", "")  # for this machine
-    libraries = tmp_path / "torch" / "lib"
-    libraries.mkdir(parents=True)
-    sources = {
-        "libcudart.so.13": "int cudaGetDevice(void) { return 1; }",
-        "libtorch_cuda.so": "int at_kernel(void) { return 1; } int at_data = 1; int unused = 1;",
-        "libtorch_cpu.so": "int cudaGetDevice(void), at_kernel(void); extern int at_data;"
-        "int computed(void) { return at_data ? cudaGetDevice() + at_kernel() : 7; }",
-    }
-    for name, source in sources.items():
-        links = [f"-l:{other}" for other in sources if other != name] if name == "libtorch_cpu.so" else []
-        command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-Wl,-rpath,$ORIGIN", "-xc", "-", "-xnone", *links]
-        subprocess.run([*command, f"-L{libraries}", "-o", libraries / name], input=source, text=True, check=True)
-    (libraries / "libcudart.so.13").unlink()  # NVIDIA's, which is not installed
-    version = tmp_path / "torch" / "version.py"
-    version.write_text("from typing import Optional\n__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n")
-    built = tmp_path / "torch" / "backends" / "cuda" / "__init__.py"
-    built.parent.mkdir(parents=True)
-    built.write_text("def is_built():\n    return torch._C._has_cuda\n")
-    cpu_builds.leave_cuda_out(tmp_path)
-    assert built.read_text() == "def is_built():\n    return False\n"
-    assert version.read_text().splitlines()[1:] == ["__version__ = '2.13.0+cpu'", "cuda: Optional[str] = None"]
-    assert ctypes.CDLL(str(libraries / "libtorch_cpu.so")).computed() == 7
-    absent = ctypes.CDLL(str(libraries / "libtorch_cuda.so"))
-    assert [hasattr(absent, name) for name in ("cudaGetDevice", "at_kernel", "unused")] == [True, True, False]
-    (libraries / "libtorch_cuda.so").unlink()
-    version.write_text("cuda = None")
-    cpu_builds.leave_cuda_out(tmp_path)  # one without CUDA stays as it is
-    assert version.read_text() == "cuda = None"
-
-
 # ---- what a run says, on the releases that are installed here --------------------------------------------------------
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
@@ -197,14 +160,6 @@ def test_a_run_that_does_not_start_is_a_failure_with_its_output(tmp_path: Path) 
     assert "nowhere.py" in failure
 
 
-@pytest.mark.long
-def test_a_run_of_no_test_is_a_failure_that_says_so() -> None:
-    outcome = run(build.ROOT, "tests/variants/test_layers.py", "-k", "no_test_has_this_name")
-    (failure,) = outcome.failures
-    assert failure.startswith("no test was selected: ")
-    assert "deselected" in failure
-
-
 def test_what_holds_on_what_a_variant_names_is_recorded_and_the_rest_stays(tmp_path: Path) -> None:
     (tmp_path / "tests" / "data").mkdir(parents=True)
     lines = [f'{v.name} = {{ torch_npu = "{v.torch_npu}", cann = "{v.cann}" }}' for v in VARIANTS]
@@ -225,14 +180,3 @@ def test_other_tests_are_no_record(run_python) -> None:
     result = run_python(None, SCRIPT, "--record", "tests/rmsnorm", check=False)
     assert result.returncode == 2
     assert "leave out either it or the tests" in result.stderr
-
-
-def test_the_table_names_every_variant_with_its_differences() -> None:
-    console = Console(width=80, record=True)
-    failed = Outcome(Proof("torch27-x", "2.7.1", "2.7.1.post8", "9.1.0"), 8, ("why",), 11.0, {}, "")
-    console.print(
-        report.table([Outcome(OWN, 9, (), 12.4, {"layers float32": 1e-7, "functions float32": 3e-7}, ""), failed])
-    )
-    lines = {line.split()[0]: line.split()[1:] for line in console.export_text().splitlines() if "torch" in line}
-    assert lines["torch-npu"] == ["2.13.0", "12", "3e-07"]
-    assert lines["torch27-x"] == ["2.7.1.post8", "11", "failed"]

@@ -92,23 +92,6 @@ def test_a_dry_run_writes_nothing(publisher, localhub, clone) -> None:
     assert {request.method for request in localhub.requests} == {"GET"}
 
 
-def test_what_others_commit_in_between_is_kept(publisher, localhub, clone) -> None:
-    """The head moves after the plan was made: the commit is refused, planned again, and made."""
-    publisher("torch-npu")
-    commit = HfApi.create_commit
-
-    def later(self, *args, **kwargs):
-        if kwargs["revision"] == "v1" and commits(localhub, "v1") == 2:
-            localhub.publish(REPO, {"build/other/x": b""})
-        return commit(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HfApi, "create_commit", later)
-        report = publisher()
-    assert report.status == "published"
-    assert held(localhub, "v1") == clone.built() | {"build/other/x": b""}
-
-
 def test_a_hub_that_changes_all_the_time_is_given_up_and_stays_as_it_is(publisher, localhub) -> None:
     publisher("torch-npu")
     before = held(localhub, "v1")

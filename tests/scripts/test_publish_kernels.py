@@ -55,7 +55,7 @@ def test_a_token_that_a_server_repeats_is_hidden(monkeypatch) -> None:
 
 
 @pytest.mark.long
-def test_each_request_of_the_process_that_loads_may_fail(localhub, online, capsys) -> None:
+def test_each_request_of_the_process_that_loads_may_fail(localhub, online) -> None:
     remote = Remote(HfApi(endpoint=localhub.url), "kernels-ext-npu/SwiGLU", Patience(seconds=0))
     found = local.find("SwiGLU", ("torch-npu",))
     applied = apply(remote, Wanted("v1", found.files(), ("build/torch-npu/",)), "Publish")
@@ -69,5 +69,3 @@ def test_each_request_of_the_process_that_loads_may_fail(localhub, online, capsy
     localhub.faults.add("status", times=10**6)
     with pytest.raises(RemoteError, match="version 1 does not load"):
         afterwards.check_loading(remote, 1, applied)
-    with capsys.disabled():
-        print(f"\nloading: {requests} points, all of them loaded")

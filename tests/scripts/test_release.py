@@ -54,12 +54,6 @@ def test_a_version_without_its_section_is_refused(tree: Path) -> None:
         artifacts.version(tree)
 
 
-def test_the_files_are_the_same_bytes_wherever_they_are_built(tree: Path, tmp_path: Path) -> None:
-    commit = artifacts.require_clean(tree)
-    files = artifacts.build(tree, commit, tmp_path / "here")
-    assert [file.name for file in files] == FILES
-
-
 def test_a_build_that_differs_from_the_last_is_refused(tree: Path, tmp_path: Path) -> None:
     hook = tree / "scripts" / "hatch_build.py"
     planted = "        import uuid; (build := Path(self._folder.name) / 'id').write_text(str(uuid.uuid4()))\n"

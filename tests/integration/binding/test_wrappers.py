@@ -201,17 +201,10 @@ def test_hooks_of_accelerate_stay_and_can_be_removed(registered) -> None:
     assert launches(model, torch.randn(3, SIZE, device="npu")) == 0
 
 
-class MarkedForOthers(nn.Module):
+class MarkedForOthers(nn.Linear):
     """Marked by somebody, for a layer that has no kernel on the NPU."""
 
     kernel_layer_name = "SiluAndMul"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(SIZE))
-
-    def forward(self, x):
-        return x * self.weight
 
 
 def test_a_note_of_the_forward_that_is_not_called_is_no_place_for_a_kernel(registered) -> None:
@@ -285,7 +278,7 @@ def test_copies_do_not_reach_into_the_original(registered) -> None:
 
 def test_wrappers_of_classes_marked_for_other_devices_stay(registered) -> None:
     """After unregister, too: models are used further, and transformers swaps again when their mode changes."""
-    model = nn.ModuleDict({"norms": norms(), "other": MarkedForOthers().to("npu")})
+    model = nn.ModuleDict({"norms": norms(), "other": MarkedForOthers(SIZE, 2).to("npu")})
     seen = wrap(model["other"], by_closure)
     wrapper = model["other"].forward
     kernels_ext_npu.kernelize(model)

@@ -25,10 +25,6 @@ def relu(module: Any) -> None:
     module.act_fn = ACT2FN["relu"]
 
 
-def gelu(module: Any) -> None:
-    module.act_fn = ACT2FN["gelu_pytorch_tanh"]
-
-
 def other_gate(experts: Any) -> None:
     experts._apply_gate = MethodType(lambda self, both: both[..., ::2].tanh() * both[..., 1::2], experts)
 
@@ -36,7 +32,6 @@ def other_gate(experts: Any) -> None:
 # a change, of modules with this in the names of their classes, a model, and the kind of what it is about
 CHANGES: dict[str, tuple[Callable[[Any], object], str, str, str]] = {
     "activation that no kernel has": (relu, "MLP", "qwen3", "gated MLPs"),
-    "activation of another kernel": (gelu, "MLP", "qwen3", "gated MLPs"),
     "activation of experts": (relu, "Experts", "qwen3_moe", "experts"),
     "alpha of experts": (lambda m: setattr(m, "alpha", 0.5), "Experts", "gpt_oss", "experts"),
     "limit of experts": (lambda m: setattr(m, "limit", 0.01), "Experts", "gpt_oss", "experts"),

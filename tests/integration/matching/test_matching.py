@@ -1,22 +1,20 @@
 """Classes are matched by what they compute: same words in other names match, other words do not."""
 
 import functools
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import dynamic_rope_update
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.informer.modeling_informer import InformerAttention as Listed
 from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.olmo.modeling_olmo import OlmoRotaryEmbedding as Table
 
 from kernels_ext_npu.matching.classification import UNSUPPORTED, attention_refusal
 from kernels_ext_npu.matching.fingerprint import fingerprint
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.patterns.collection import PATTERNS
+from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
 from kernels_ext_npu.patterns.norms.rms_norms import GemmaRMSNorm, LlamaRMSNorm
 from kernels_ext_npu.patterns.variant import variant
 
@@ -56,19 +54,6 @@ def twice(function):
         return function(*args) * 2
 
     return wrapped
-
-
-class Table(nn.Module):
-    """What OlmoRotaryEmbedding computes."""
-
-    @torch.no_grad()
-    @dynamic_rope_update
-    def forward(self, x, position_ids):
-        freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
-        emb = torch.cat((freqs, freqs), dim=-1)
-        cos = emb.cos() * self.attention_scaling
-        sin = emb.sin() * self.attention_scaling
-        return cos, sin
 
 
 def test_the_decorators_of_rotary_embeddings_are_seen_through() -> None:
@@ -149,10 +134,11 @@ def test_a_subclass_without_a_forward_of_its_own_matches() -> None:
 
 
 def test_every_reference_matches_itself_and_no_other() -> None:
-    patterns = [fingerprint(reference.original) for reference in PATTERNS]
+    references = [*PATTERNS, *(of for of in FUNCTION_PATTERNS if of.repository == "RoPE")]
+    patterns = [fingerprint(reference.original) for reference in references]
     assert None not in patterns
     assert len(set(patterns)) == len(patterns)
-    for reference in PATTERNS:
+    for reference in references:
         assert find_pattern(reference.original) is reference
 
 
@@ -165,34 +151,6 @@ def test_two_variants_of_a_file_have_two_names() -> None:
     """The source of one would be read, and compared, for the other."""
     with pytest.raises(ValueError, match=r"rms_norms\.Olmo2RMSNorm> already"):
         variant("Olmo2RMSNorm", LlamaRMSNorm, {"mean(-1": "mean(-2"})
-
-
-def test_helper_functions_of_the_file_are_compared() -> None:
-    assert fingerprint(WithFunction) != fingerprint(WithOtherFunction)
-    assert fingerprint(WithFunction) == fingerprint(WithSameFunction)
-
-
-def shift(x):
-    return F.relu(x) + 1
-
-
-def shift_differently(x):
-    return F.relu(x) + 2
-
-
-class WithFunction(nn.Module):
-    def forward(self, x):
-        return shift(x)
-
-
-class WithOtherFunction(nn.Module):
-    def forward(self, x):
-        return shift_differently(x)
-
-
-class WithSameFunction(nn.Module):
-    def forward(self, y):
-        return shift(y)
 
 
 class Named(nn.Module):
@@ -219,22 +177,15 @@ def test_a_helper_that_is_called_by_name_has_to_have_the_same_names() -> None:
 REASON = UNSUPPORTED["attention"]["informer:InformerAttention"]
 
 
-class InformerAttention(nn.Module):
-    """A user's class, which has the name of one that is listed."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
-        function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        return function(self, q, k, v, mask)[0]
-
-
 class Sub(Listed):
     """A class without a forward of its own."""
 
 
+Namesake = type("InformerAttention", (nn.Module,), {"forward": LlamaAttention.forward})
 Copied = type("InformerAttention", (nn.Module,), {"forward": Listed.forward})
 
 
-@pytest.mark.parametrize("cls", [InformerAttention, LlamaAttention])
+@pytest.mark.parametrize("cls", [Namesake, LlamaAttention])
 def test_a_class_with_another_forward_is_served_whatever_its_name(cls: type[nn.Module]) -> None:
     assert attention_refusal(cls) is None
 

@@ -14,23 +14,6 @@ import kernels_ext_npu
 from kernels_ext_npu.matching.lookup import find_pattern
 from tests.support import served
 
-
-@pytest.mark.parametrize(
-    ("module", "layer"),
-    [
-        ("qwen3", "RotaryPosEmb"),
-        ("nanochat", "RotaryPosEmbReversed"),  # the same body as Llama's, and a helper with the other sign
-        ("gpt_oss", "RotaryPosEmbHalfWidth"),  # these two have the same body and shapes, and helpers that differ
-        ("openai_privacy_filter", "RotaryPosEmbInterleavedHalfWidth"),
-        ("blt", "RotaryPosEmbInterleaved"),  # the same body as Llama's, and a helper for neighbours
-        ("glm4v", "RotaryPosEmbInterleavedPartial"),  # the same body as GPT-NeoX, and a helper for neighbours
-    ],
-)
-def test_functions_that_look_alike_get_the_layer_of_what_they_do(module, layer) -> None:
-    modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
-    assert find_pattern(modeling.apply_rotary_pos_emb).layers[0] == layer
-
-
 SOURCE = '''
 import torch
 from transformers.integrations import use_kernel_forward_from_hub

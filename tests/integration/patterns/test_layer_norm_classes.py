@@ -15,6 +15,7 @@ from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.norms import layer_norms
 from tests.support import zoo
 from tests.support.agreement import assert_agrees
+from tests.support.served import kernelized
 from tests.support.swapped import assert_agree, assert_no_further, in_float64, moved, results, swapped
 from tests.support.transformers_files import classes, differing
 
@@ -75,18 +76,6 @@ def test_a_weight_widens_the_result_as_it_does_in_deberta(dtype, weight) -> None
     assert (found.cpu() - expected).norm() <= tolerance * expected.norm()
 
 
-@pytest.mark.parametrize("size", [(SIZE,), (4, 8)], ids=["a vector", "for each head"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_of_heads_and_of_another_dtype(size, dtype) -> None:
-    """To a rounding of the result: both compute in float32 up to there."""
-    original = layer_norms.CohereLayerNorm(SIZE)
-    original.weight = nn.Parameter(torch.linspace(0.5, 1.5, SIZE).view(size))
-    x = torch.randn(2, 6, *size).to(dtype)
-    found, expected = swapped(original)[0](x.npu()), original(x)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.cpu(), expected, rtol=2e-6 if dtype == torch.float32 else 2**-7, atol=2e-6)
-
-
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "hook": lambda module: module.LayerNorm.register_forward_hook(lambda module, args, output: 2 * output),
     "eps": lambda module: setattr(module.LayerNorm, "eps", 0.5),
@@ -118,18 +107,12 @@ def test_a_sum_and_its_norm_are_one_launch_in_bert() -> None:
     """Two in place of one for each layer's two residuals, and the gradients need none more."""
     kernels_ext_npu.register(kernels=["RMSNorm"])
     calls = []
-    for kernelized in (False, True):
-        model = zoo.build("bert").to("npu")
-        if kernelized:
-            kernels_ext_npu.kernelize(model)
-            rows = [row for row in kernels_ext_npu.report(model) if row.kind == LAYER_NORMS.name]
-            assert all(row.swapped for row in rows)
+    for model in (zoo.build("bert").to("npu"), kernelized("bert")):
         softnpu.reset_counters()
         assert_agrees("bert", model)
         calls.append(Counter(softnpu.counters()))
     before, after = calls
-    assert after["npu_add_layer_norm"] == len(rows) == 2 * model.config.num_hidden_layers
-    assert before["native_layer_norm"] - after["native_layer_norm"] == len(rows)
-    assert before["add"] - after["add"] == len(rows)
-    assert before.total() - after.total() == len(rows)
+    sums = 2 * model.config.num_hidden_layers
+    assert after["npu_add_layer_norm"] == before["add"] - after["add"] == sums
+    assert before["native_layer_norm"] - after["native_layer_norm"] == before.total() - after.total() == sums
     assert before["stream_syncs"] == after["stream_syncs"]

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu.catalogue import PATCHES
 from tests.support import zoo
 from tests.support.nearness import assert_near
-from tests.support.served import kernelized
+from tests.support.rounding import launched
+from tests.support.served import kernelized, swapped
 
 pytestmark = pytest.mark.usefixtures("registered")
 # kernels are no patches where their windows overlap or leave gaps; for others something else stands against it
@@ -23,22 +23,13 @@ OTHERS = {
 }
 
 
-def convolutions(call) -> int:
-    softnpu.reset_counters()
-    call()
-    return sum(number for name, number in softnpu.counters().items() if "conv" in name)
-
-
 @pytest.mark.parametrize("name", ["clip", "qwen2_vl"])
-def test_a_tower_trains_without_a_convolution_until_it_is_restored(name) -> None:
+def test_a_tower_trains_without_a_convolution(name) -> None:
     """Values and gradients are compared in whole_models."""
     model = kernelized(name)
-    (row,) = (row for row in kernels_ext_npu.report(model) if row.kind == PATCHES.name)
-    assert row.swapped
-    inputs = zoo.inputs(name, model)
-    assert convolutions(lambda: zoo.loss(model(**inputs)).backward()) == 0
-    kernels_ext_npu.restore(model)
-    assert convolutions(lambda: zoo.loss(model(**inputs)).backward()) > 0
+    assert swapped(model, PATCHES.name) == {True}
+    launches = launched(lambda: zoo.loss(model(**zoo.inputs(name, model))).backward())
+    assert not [operator for operator in launches if "conv" in operator]
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -82,7 +82,7 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     *(("dense", [("call_with_padding", number)]) for number in range(4)),
     *(
         (variant, [("call_with_padded_sources_and_targets", number)])
-        for variant in ("encoder and decoder", "two models in one")
+        for variant in ("encoder and decoder", "relative positions", "two models in one")
         for number in range(4)
     ),
     ("dense", [("attend_in_both_directions", 1), ("call_with_padding", 1)]),

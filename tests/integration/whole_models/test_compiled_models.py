@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 import kernels_ext_npu
 from tests.support import nearness, zoo
@@ -98,21 +97,3 @@ def test_compiled_layers_take_a_mask_that_was_described_outside_of_them() -> Non
         found = model(ids.to("npu"), attention_mask=mask.to("npu")).logits.cpu()
     truth = reference(ids, attention_mask=mask).logits
     torch.testing.assert_close(found[mask.bool()], truth[mask.bool()], rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "qwen3_moe"])
-@torch.no_grad()
-def test_kernels_need_one_graph_where_the_default_attention_needs_more(name: str) -> None:
-    """Torch specialises sdpa by length; what takes its place does not."""
-    graphs = []
-    for kernels in (False, True):
-        torch._dynamo.reset()
-        counters.clear()
-        kernels_ext_npu.unregister()
-        call = compiled(kernelized(name) if kernels else zoo.build(name).to("npu"))
-        with torch._dynamo.config.patch(error_on_recompile=False):
-            for length in LENGTHS:
-                logits(call, name, length)
-        graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] > graphs[1] == 1

@@ -109,19 +109,6 @@ def test_what_was_saved_is_loaded_wherever_it_is_asked_for(tmp_path: Path, kind:
         assert_equal(load_file(tmp_path / f"again {kernels}/model.safetensors"), models.weights(live))
 
 
-def test_adapters_of_transformers_are_saved_and_loaded(tmp_path: Path) -> None:
-    found = []
-    for kernels in (False, True):
-        model = models.make("dense", device="npu", kernels=kernels)
-        model.add_adapter(models.adapter_config())
-        model.save_pretrained(tmp_path / str(kernels))
-        fresh = models.make("dense", device="npu", kernels=not kernels)
-        fresh.load_adapter(tmp_path / str(kernels))
-        found += [models.on_host(each.get_adapter_state_dict()) for each in (model, fresh)]
-        assert_equal(found[-1], found[-2])
-    assert_equal(found[2], found[0])
-
-
 def test_transposed_experts_under_two_names_are_refused_or_saved_once_as_ever(tmp_path: Path) -> None:
     model = models.make("experts", device="npu", kernels=True)
     model.again = model.model.layers[0].mlp.experts

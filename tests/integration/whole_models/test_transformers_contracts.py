@@ -73,43 +73,12 @@ def test_every_row_of_an_encoder_is_that_of_the_plain_model(name) -> None:
     assert_same_outputs(name, inputs | {"attention_mask": torch.tensor([PADDED["right"], [1] * TOKENS])})
 
 
-@pytest.mark.parametrize("name", DECODERS)
-def test_padding_on_the_left_leaves_the_logits_as_they_are(name) -> None:
-    """Also where the prompt itself is padded on its right."""
-    _, ours = pair(name)
-    tokens, mask = ids(2, TOKENS).npu(), torch.tensor([PADDED["right"], [1] * TOKENS]).npu()
-
-    def logits(padding: int) -> Tensor:
-        """Give the logits of the tokens behind so many places of padding, at the positions that they have without."""
-        before = torch.zeros(2, padding, dtype=torch.long, device="npu")
-        behind, seen = torch.cat([before, tokens], 1), torch.cat([before, mask], 1)
-        positions = (seen.cumsum(-1) - 1).clamp(min=0)
-        return ours(input_ids=behind, attention_mask=seen, position_ids=positions).logits[:, padding:]
-
-    with torch.no_grad():
-        assert_close(logits(7), logits(0))
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "gpt_neox"])
 def test_generate_goes_on_from_prompts_that_are_padded_on_the_right(name) -> None:
     plain, ours = pair(name)
     inputs = {"input_ids": ids(2, TOKENS), "attention_mask": torch.tensor([PADDED["right"], [1] * TOKENS])}
     options = {"max_new_tokens": 6, "do_sample": False}
     assert torch.equal(ours.generate(**on_npu(inputs), **options).cpu(), plain.generate(**inputs, **options))
-
-
-@pytest.mark.parametrize("lengths", [(TOKENS, TOKENS), (TOKENS, 5)], ids=["equally long", "shorter"])
-@pytest.mark.parametrize("name", ["bart", "mbart", "marian", "pegasus", "t5", "whisper"])
-def test_a_padded_source_leaves_the_target_as_it_is(name, lengths) -> None:
-    """The padding of keys of cross-attention says nothing of its queries."""
-    source, target = lengths
-    inputs = {"decoder_input_ids": ids(2, target), "output_hidden_states": True}
-    if name == "whisper":
-        inputs |= {key: value for key, value in zoo.inputs(name, plain_model(name)).items() if key == "input_features"}
-        inputs |= {"decoder_attention_mask": torch.tensor([PADDED["right"], [1] * TOKENS])[:, :target]}
-    else:
-        inputs |= {"input_ids": ids(2, source), "attention_mask": torch.tensor([PADDED["right"], [1] * source])}
-    assert_same_outputs(name, inputs)
 
 
 MASKS = PADDED | {"holes": [1, 0, 1, 1, 0, 1, 0, 1, 1]}
@@ -133,30 +102,6 @@ def test_a_decoder_with_a_cache_gives_what_it_gives_without(name, side) -> None:
     parts = torch.cat([start.last_hidden_state, rest.last_hidden_state], 1)
     for found in (whole, parts):
         assert_close(found[sees.npu()], expected[sees])
-
-
-# ---- logits ----------------------------------------------------------------------------------------------------------
-def batch(name: str, model: PreTrainedModel) -> dict[str, Tensor]:
-    """Make inputs without padding, and labels."""
-    inputs = zoo.inputs(name, model)
-    if "attention_mask" in inputs:
-        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
-    return inputs | {"labels": inputs["decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"]}
-
-
-@pytest.mark.parametrize("used", [False, True], ids=["not used", "used before"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "t5", "bart", "whisper", "qwen2_5_vl"])
-def test_a_loss_has_gradients_with_respect_to_logits_and_to_the_head(name, used) -> None:
-    plain, ours = pair(name)
-    inputs = batch(name, plain)
-    results = []
-    for model, given in ((ours, on_npu(inputs)), (plain, inputs)):
-        outputs = model(**given)
-        own = [torch.autograd.grad(outputs.logits.float().exp().sum(), outputs.logits)[0]] if used else []
-        gradients = torch.autograd.grad(outputs.loss, [outputs.logits, model.get_output_embeddings().weight])
-        results.append((outputs.loss, outputs.logits, *gradients, *own))
-    for found, expected in zip(*results, strict=True):
-        assert_close(found, expected)
 
 
 def test_a_trainer_predicts_the_logits_of_padded_rows(tmp_path) -> None:

@@ -97,9 +97,8 @@ def test_llama_factory_is_compared_where_it_is_installed(run_python, tmp_path: P
         pytest.skip(f"llamafactory cannot be installed: {installed.stderr.strip().splitlines()[-1]}")
     options = [*map(str, SMALL), "--json"]
     small: dict[str, dict] = {"qwen3": {}, "qwen3_moe": EXPERTS, "gemma3_text": {}}
-    paths = [write_config(tmp_path / name, name, **sizes) for name, sizes in small.items()]
-    for path in paths:
-        options += ["--model", str(path)]
+    for name, sizes in small.items():
+        options += ["--model", str(write_config(tmp_path / name, name, **sizes))]
     code = f"import sys; sys.path.insert(0, {str(site)!r}); from kernels_ext_npu.cli import app; app()"
     report = json.loads(run_python(code, "benchmark", *options).stdout)
     assert report["versions"]["LLaMA-Factory"] == "0.9.5"

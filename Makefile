@@ -14,7 +14,7 @@ PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 NEXT := transformers==5.23.0
 NEXT_TESTS := tests/integration/test_names_of_others.py $(addprefix tests/integration/,binding matching patterns swaps) \
 	$(addprefix tests/flash_attention/test_attention_,masks.py models.py) tests/rope/test_rope_layers.py
-NEXT_RANKS := $(addprefix tests/distributed/test_,parallel_styles.py refusals.py split_sequences.py) \
+NEXT_RANKS := $(addprefix tests/distributed/test_,parallel_styles.py split_sequences.py) \
 	tests/distributed/test_same_numbers.py -k "not same_numbers or EP"
 
 .PHONY: help demo test test-slow test-distributed test-next test-variants test-faults benchmark lint build docs site publish release clean

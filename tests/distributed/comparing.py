@@ -12,6 +12,7 @@ import kernels_ext_npu
 import softnpu
 from tests.distributed import engines, matrix, models
 from tests.distributed.models import Tensors
+from tests.distributed.parallel import largest_difference
 
 Sent = Counter[tuple[str, tuple[int, ...], str]]
 
@@ -28,7 +29,7 @@ class Compared:
             but to heads, which test_sharded_heads.py asks for.
         projections: how often it says what of a linear layer.
         largest: absolute difference, and where it is.
-        relative: to what is right, of the loss and all gradients of each step, and of the weights.
+        relative: to what is right, of the loss and all gradients of each step, and of the weights behind the last.
         worst: the same of the parameter for which it is largest.
     """
 
@@ -109,32 +110,35 @@ def assert_right(compared: Compared, model: str) -> None:
         assert not matrix.FUSED[model] - calls.keys()
 
 
+def largest(ranks: list[Compared], model: str) -> dict[str, float]:
+    """Check that all are right, and return their largest differences."""
+    for rank in ranks:
+        assert_right(rank, model)
+    return {kind: max(rank.largest[kind][0] for rank in ranks) for kind in ranks[0].largest}
+
+
 def _largest(found: list[Tensors], truth: list[Tensors]) -> dict[str, tuple[float, str]]:
     """Infinity where a tensor is missing on one side, or is not finite."""
     largest = {"loss": (0.0, ""), "gradients": (0.0, ""), "weights": (0.0, "")}
     for step, (one, other) in enumerate(zip(found, truth, strict=True)):
         for name in one.keys() | other.keys():
             kind = {"gradient": "gradients", "weight": "weights"}.get(name.partition(" ")[0], name)
-            both = name in one and name in other and one[name].shape == other[name].shape
-            difference = (one[name] - other[name]).abs().max().item() if both else float("inf")
-            difference = difference if difference == difference else float("inf")
+            difference = largest_difference(one.get(name), other.get(name))
             largest[kind] = max(largest[kind], (difference, f"{name} of step {step}"))
     return largest
 
 
 def _relative(found: list[Tensors], truth: list[Tensors]) -> tuple[dict[str, float], dict[str, float]]:
-    """Of all tensors as one vector, and of the one for which it is largest; the loss is none of them."""
+    """Of all tensors of a kind as one vector, and of the one for which it is largest."""
     relative, worst = {}, {}
     for step, (one, other) in enumerate(zip(found, truth)):
-        wrong = {name: (one[name] - tensor).norm() for name, tensor in other.items()}
-        right = {name: tensor.norm() for name, tensor in other.items()}
-        if "loss" in other:
-            relative[f"loss of step {step}"] = (wrong.pop("loss") / right.pop("loss")).item()
-        if wrong:
-            kind = "weights" if step == models.STEPS else f"gradients of step {step}"
-            length_of_wrong, length = (torch.stack([*each.values()]).norm() for each in (wrong, right))
-            relative[kind] = (length_of_wrong / length).item()
-            worst[kind] = max((wrong[name] / right[name]).item() for name in wrong)
+        for kind in matrix.TOLERANCES_BFLOAT16:
+            names = [name for name in other if kind.startswith(name.partition(" ")[0])]
+            if names:
+                wrong = torch.stack([(one[name] - other[name]).norm() for name in names])
+                right = torch.stack([other[name].norm() for name in names])
+                relative[f"{kind} of step {step}"] = (wrong.norm() / right.norm()).item()
+                worst[f"{kind} of step {step}"] = (wrong / right).max().item()
     return relative, worst
 
 

@@ -50,16 +50,13 @@ def engine(name: str, model: str) -> Engine:
     if name in _WRAPS:
         return Engine(world, _WRAPS[name])
     config = dict(_CONFIGS[name])
-    if name == "EP, router masking":
-        config |= masking({"Qwen3-MoE": "gate", "gpt-oss": "router"}[model])
+    # each rank of a group computes its experts for all tokens: by a plan, and from transformers 5.23 on by a name
+    if name == "EP, router masking" and "ep_router" in ALL_PARALLEL_STYLES:
+        router = f"model.layers.*.mlp.{'router' if model == 'gpt-oss' else 'gate'}"
+        config["ep_plan"] = {router: "ep_router", "model.layers.*.mlp.experts": "moe_tp_experts"}
+    elif name == "EP, router masking":
+        config["ep_implementation"] = "all_reduce"
     return Engine(config.get("fsdp_size", 1), config=config)
-
-
-def masking(router: str) -> dict[str, Any]:
-    """Each rank of a group computes its experts for all tokens: by a plan, and from transformers 5.23 on by a name."""
-    if "ep_router" not in ALL_PARALLEL_STYLES:
-        return {"ep_implementation": "all_reduce"}
-    return {"ep_plan": {f"model.layers.*.mlp.{router}": "ep_router", "model.layers.*.mlp.experts": "moe_tp_experts"}}
 
 
 def build(

@@ -1,10 +1,10 @@
 """What is trained on several devices: engine by engine, model by model, with and without activation checkpointing."""
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from decimal import ROUND_UP, Context
 from pathlib import Path
 
 RECORD = Path(__file__).resolve().parents[1] / "data" / "same_numbers.json"
@@ -140,7 +140,4 @@ def write(rows: dict[tuple[str, str, str], Row]) -> None:
 
 
 def _rounded_up(value: float) -> float:
-    if value == 0 or not math.isfinite(value):
-        return value
-    exponent = math.floor(math.log10(value))
-    return float(f"{math.ceil(round(value / 10**exponent, 6))}e{exponent}")
+    return float(Context(prec=1, rounding=ROUND_UP).create_decimal(repr(value)))

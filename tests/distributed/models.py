@@ -5,12 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from tests.support.sizes import sizes
 
@@ -24,6 +19,7 @@ TEXT = sizes(
     sliding_window=4, pad_token_id=0, bos_token_id=1, eos_token_id=None,
 )  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+GPT_OSS = TEXT | {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
 # What the first token gives is a product of its query and its key, which may be close to zero: by the norm behind it
 # small differences become large ones, unless its epsilon is larger than usual.
 MIXED: dict[str, Any] = {"rms_norm_eps": 1e-2, "layer_types": ["linear_attention", "full_attention"]}
@@ -71,11 +67,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         TEXT | {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 32},
     ),
     "Qwen3-MoE": ("qwen3_moe", TEXT | EXPERTS | {"num_experts": 4, "norm_topk_prob": True}),
-    "gpt-oss": ("gpt_oss", TEXT | {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "gpt-oss, no groups": (
-        "gpt_oss",
-        TEXT | {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
-    ),
+    "gpt-oss": ("gpt_oss", GPT_OSS),
+    "gpt-oss, no groups": ("gpt_oss", GPT_OSS | {"num_key_value_heads": 4}),
     "Qwen3, tied": ("qwen3", TEXT | {"tie_word_embeddings": True}),
     "Qwen3, groups": ("qwen3", TEXT | {"num_attention_heads": 8, "num_key_value_heads": 4}),
     "Qwen3-Next": (

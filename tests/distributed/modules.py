@@ -5,11 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers import Gemma3TextConfig, GptOssConfig, Phi3Config, Qwen3Config, Qwen3MoeConfig
+from transformers import Gemma3TextConfig, Phi3Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from tests.distributed.parallel import mesh
@@ -53,22 +52,6 @@ class Along(Holder):
         return y.full_tensor()
 
 
-class Latent(nn.Module):
-    """What DeepSeek-V2 does before its attention: a norm of one part of a projection, the rest as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = Qwen3Config(qk_rope_head_dim=8)
-        self.kv_a_proj = nn.Linear(SIZE, SIZE + 8, bias=False)
-        self.kv_a_proj.config = self.config
-        self.kv_a_layernorm = Qwen3RMSNorm(SIZE)
-        self.kv_b_proj = nn.Linear(SIZE, 64, bias=False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        passed, rotated = self.kv_a_proj(x).split([SIZE, 8], -1)
-        return self.kv_b_proj(self.kv_a_layernorm(passed)), rotated
-
-
 def mlp() -> Holder:
     """With gate and up apart, SiLU."""
     return Holder(Qwen3MLP(Qwen3Config(hidden_size=SIZE, intermediate_size=64)))
@@ -104,10 +87,3 @@ class OneSided(Holder):
             self.block.gate.weight[:2].abs_()
             self.block.gate.weight[2:].abs_().neg_()
         return self.block(x.abs())
-
-
-def mixture_with_biases() -> Holder:
-    """gpt-oss."""
-    config = GptOssConfig(hidden_size=SIZE, intermediate_size=SIZE, num_local_experts=4, num_experts_per_tok=2)
-    config._experts_implementation = "grouped_mm"
-    return Holder(GptOssMLP(config))

@@ -106,6 +106,14 @@ def collect() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
             filled(x, (2,), lambda o: dist.reduce_scatter_tensor(o[0], x, op=dist.ReduceOp.AVG)),
             total[own] / RANKS,
         ),
+        "reduce_scatter_tensor premultiplied": (
+            filled(x, (2,), lambda o: dist.reduce_scatter_tensor(o[0], x.clone(), op=dist.ReduceOp.PREMUL_SUM(0.5))),
+            total[own] / 2,
+        ),
+        "the input that ProcessGroupHCCL::_reduce_scatter_base scales in place": (
+            changed(x, lambda y: dist.reduce_scatter_tensor(y.new_empty(2), y, op=dist.ReduceOp.PREMUL_SUM(0.5))),
+            inputs[rank] / 2,
+        ),
         "reduce_scatter_tensor coalesced": (
             filled(
                 x, (1, 1), lambda o: in_one(lambda half: dist.reduce_scatter_tensor(o[half], x[half::2].contiguous()))
@@ -136,4 +144,4 @@ def collect() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 def test_every_form_of_a_collective(two_ranks: Processes, backend: str) -> None:
     for results in two_ranks.run(collect, backend=backend):
         for name, (tensor, expected) in results.items():
-            assert torch.equal(tensor, expected), (name, tensor, expected)  # small integers: exact
+            assert torch.equal(tensor, expected), (name, tensor, expected)  # small numbers: exact

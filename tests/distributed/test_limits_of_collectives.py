@@ -176,17 +176,6 @@ def test_each_rule_has_its_message(two_ranks: Processes) -> None:
             assert MESSAGES[name] in message, (name, message)
 
 
-def scale_input() -> tuple[list[float], list[float]]:
-    x, output = torch.ones(4, device="npu"), torch.empty(2, device="npu")
-    dist.reduce_scatter_tensor(output, x, op=dist.ReduceOp.PREMUL_SUM(0.5))
-    return output.tolist(), x.tolist()
-
-
-def test_a_premultiplied_sum_scales_its_input_in_place(two_ranks: Processes) -> None:
-    """As ``ProcessGroupHCCL::_reduce_scatter_base`` does."""
-    assert two_ranks.run(scale_input) == [([1.0, 1.0], [0.5] * 4)] * 2
-
-
 def disagree(what: str) -> torch.Tensor | str:
     """In a group of its own, which ends with it."""
     rank, group = dist.get_rank(), dist.new_group()

@@ -1,7 +1,8 @@
 """Each parallel style of transformers, and plans of torch, around what kernels serve.
 
-The kernel runs inside, values and gradients hold.
-Styles for what no kernel serves, as embeddings, are not here. Linear layers are: an MLP calls those of its projections.
+The kernel runs inside, values and gradients hold. Styles for what no kernel serves, as embeddings, are not here. Linear
+layers are: an MLP calls those of its projections. Whole models are in test_same_numbers.py and
+test_latent_heads.py.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from transformers.distributed import expert_parallel, tensor_parallel
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -30,7 +30,7 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from tests.distributed import modules
-from tests.distributed.modules import SIZE, Along, Holder, Latent, normal
+from tests.distributed.modules import SIZE, Along, Holder, normal
 from tests.distributed.parallel import assert_right, compare, mesh
 from tests.support.norm_modules import instance
 
@@ -42,8 +42,7 @@ X = (2, 6, SIZE)
 class Case(NamedTuple):
     """A module, the styles of its parts, and what the first of two ranks calls in forward and backward.
 
-    Styles are transformers', or a function that applies torch's own. ``experts`` is what expert parallelism is told
-    beside the plan. ``alone`` is false where the style makes of one
+    Styles are transformers', or a function that applies torch's own. ``alone`` is false where the style makes of one
     device's result another one.
     """
 
@@ -51,25 +50,12 @@ class Case(NamedTuple):
     plan: dict[str, str] | Callable[[nn.Module], None]
     calls: dict[str, int]
     inputs: tuple[Tensor, ...] = (normal(*X),)
-    experts: dict[str, str] | None = None
     alone: bool = True
 
 
 NORM = {"npu_rms_norm": 1, "npu_rms_norm_backward": 1}
 SWIGLU = {"npu_swiglu": 1, "npu_swiglu_backward": 1}
-GEGLU = {"npu_geglu": 1, "npu_geglu_grad": 1}
 EXPERTS = {"npu_grouped_matmul": 6}
-BIASED_EXPERTS = {"npu_grouped_matmul": 8, "npu_clipped_swiglu": 1}
-
-
-def projections(gate_and_up: str, down: str) -> dict[str, str]:
-    return {"block.gate_proj": gate_and_up, "block.up_proj": gate_and_up, "block.down_proj": down}
-
-
-def experts(style: str, gate_up: str, down: str, **more: str) -> dict[str, str]:
-    """Return the plan of a mixture in the order of models': experts are divided before they are wrapped."""
-    plan = {"block.experts.gate_up_proj": gate_up, "block.experts.down_proj": down}
-    return plan | {f"block.{name}": style for name, style in more.items()} | {"block.experts": style}
 
 
 def divided(norm: Callable[[], nn.Module], inputs: int = 1) -> Case:
@@ -113,20 +99,18 @@ def divided_norm(module: nn.Module) -> None:
     parallelize_module(module, mesh(), {"block": SequenceParallel(use_local_output=True)})
 
 
-SHARDED = experts("moe_tp_experts", "packed_colwise", "rowwise")
-DISPATCHED = experts("ep_dispatch_experts", "grouped_gemm", "grouped_gemm")
-BIASES = {"block.experts.gate_up_proj_bias": "grouped_gemm", "block.experts.down_proj_bias": "grouped_gemm"}
-# every rank has all tokens, and leaves those of others' experts out: a style of its own up to transformers 5.22
-MASKED, ALL_REDUCE = (
-    (experts("moe_tp_experts", "grouped_gemm", "grouped_gemm", gate="ep_router"), {})
-    if "ep_router" in ALL_PARALLEL_STYLES
-    else (DISPATCHED, {"ep_implementation": "all_reduce"})
-)
+DISPATCHED = {  # in the order of models': experts are divided before they are wrapped
+    "block.experts.gate_up_proj": "grouped_gemm",
+    "block.experts.down_proj": "grouped_gemm",
+    "block.experts": "ep_dispatch_experts",
+}
 
 CASES = {
-    "colwise, rowwise": Case(modules.mlp, projections("colwise", "rowwise"), SWIGLU),
-    "colwise, rowwise, GELU": Case(modules.gelu_mlp, projections("colwise", "rowwise"), GEGLU),
-    "colwise_rep, rowwise_rep": Case(modules.mlp, projections("colwise_rep", "rowwise_rep"), SWIGLU),
+    "colwise_rep, rowwise_rep": Case(
+        modules.mlp,
+        {"block.gate_proj": "colwise_rep", "block.up_proj": "colwise_rep", "block.down_proj": "rowwise_rep"},
+        SWIGLU,
+    ),
     "colwise_gather_output, rowwise_split_input": Case(
         modules.fused_mlp,
         {"block.gate_up_proj": "colwise_gather_output", "block.down_proj": "rowwise_split_input"},
@@ -137,9 +121,6 @@ CASES = {
     ),
     "all_reduce": Case(modules.mlp, {"block": "all_reduce"}, SWIGLU, alone=False),
     "replicate": Case(lambda: Holder(Qwen3RMSNorm(SIZE)), {"block": "replicate"}, NORM),
-    "mla_kv_a_proj": Case(
-        Latent, {"kv_a_proj": "mla_kv_a_proj", "kv_b_proj": "colwise_gather_output"}, NORM, alone=False
-    ),
     "sequence_parallel": divided(lambda: Qwen3RMSNorm(SIZE)),
     "sequence_parallel, zero-centred": divided(lambda: Gemma3RMSNorm(SIZE)),
     "sequence_parallel, cast last": divided(lambda: Olmo3RMSNorm(SIZE)),
@@ -148,16 +129,9 @@ CASES = {
     "sequence_parallel, gated": divided(lambda: Qwen3NextRMSNormGated(SIZE), 2),
     "sequence_parallel, gated before": divided(lambda: instance(BambaRMSNormGated), 2),
     "sequence_parallel, gated before, in groups": divided(lambda: Zamba2RMSNormGated(SIZE, SIZE // 4), 2),
-    "moe_tp_experts": Case(modules.mixture, SHARDED, EXPERTS),
     "moe_tp_experts, whole": Case(modules.mixture, {"block.experts": "moe_tp_experts"}, EXPERTS, alone=False),
-    "ep_dispatch_experts": Case(modules.mixture, DISPATCHED, EXPERTS, experts={}),
-    "ep_dispatch_experts, a rank without rows": Case(modules.OneSided, DISPATCHED, EXPERTS, experts={}),
-    "ep_dispatch_experts, a rank without tokens": Case(
-        modules.mixture, DISPATCHED, EXPERTS, (normal(1, 1, SIZE),), experts={}
-    ),
-    "ep_dispatch_experts, biases": Case(modules.mixture_with_biases, BIASES | DISPATCHED, BIASED_EXPERTS, experts={}),
-    "all tokens on every rank": Case(modules.mixture, MASKED, EXPERTS, experts=ALL_REDUCE),
-    "all tokens on every rank, one without rows": Case(modules.OneSided, MASKED, EXPERTS, experts=ALL_REDUCE),
+    "ep_dispatch_experts, a rank without rows": Case(modules.OneSided, DISPATCHED, EXPERTS),
+    "ep_dispatch_experts, a rank without tokens": Case(modules.mixture, DISPATCHED, EXPERTS, (normal(1, 1, SIZE),)),
     "torch's sequence parallel": Case(lambda: Along(Decoder(), 1), sequence_parallel, NORM),
     "torch's gate and up": Case(modules.mlp, divided_projections, {}),
     "torch's gate and up, GELU": Case(modules.gelu_mlp, divided_projections, {}),
@@ -173,8 +147,8 @@ def run(name: str, before: bool) -> dict[str, Any]:
     def apply(module: nn.Module) -> None:
         if callable(case.plan):
             case.plan(module)
-        elif case.experts is not None:
-            expert_parallel.apply_expert_parallelism(module, mesh(), mesh(), case.plan, **case.experts)
+        elif case.plan is DISPATCHED:
+            expert_parallel.apply_expert_parallelism(module, mesh(), mesh(), DISPATCHED)
         else:  # transformers 5.23 wants parameters by name, as its models make them of their plans
             weights = {f"{path}.weight": style for path, style in case.plan.items()}
             named = dict(module.named_parameters())
@@ -193,5 +167,4 @@ def test_the_kernel_runs_inside_and_nothing_changes(two_ranks, name, before) -> 
         calls, expected = outcome["calls"], CASES[name].calls
         assert {operator: calls.get(operator, 0) for operator in expected} == expected
         assert not outcome["added"]
-        kept = {path: reason for path, (swapped, reason) in outcome["rows"].items() if not swapped}
-        assert kept == ({"block.router": "no kernel computes what its forward computes"} if "biases" in name else {})
+        assert all(swapped for swapped, _ in outcome["rows"].values()), outcome["rows"]

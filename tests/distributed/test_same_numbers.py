@@ -57,7 +57,7 @@ def test_training_is_that_of_one_process(request, engine, model, checkpoints, tr
     without = train(False, "off") if matrix.is_counted(engine, model) else []
     for checkpointing in matrix.checkpointings(engine, model):
         trained = train(True, checkpointing)
-        largest = _of_bfloat16(trained, without) if setup.is_bfloat16 else _of_float32(trained)
+        largest = _of_bfloat16(trained, without) if setup.is_bfloat16 else comparing.largest(trained, model)
         record(Row(engine, model, checkpointing, **largest))
         if checkpointing == "off":
             for rank in trained:
@@ -77,13 +77,6 @@ def _assert_computed_by_kernels(rank: Compared, engine: str, model: str) -> None
         assert not {"linalg_solve_triangular", "triangular_solve"} & calls.keys()
     if engine == "DDP" and model in matrix.DENSE:  # weights are whole: gate and up are one product
         assert not rank.report
-
-
-def _of_float32(ranks: list[Compared]) -> dict[str, float]:
-    largest = {kind: max(rank.largest[kind] for rank in ranks) for kind in ("loss", "gradients", "weights")}
-    for kind, (difference, where) in largest.items():
-        assert difference < TOLERANCE, f"{kind} differ by {difference:.1e} in {where}"
-    return {kind: difference for kind, (difference, _) in largest.items()}
 
 
 def _of_bfloat16(ranks: list[Compared], plain: list[Compared]) -> dict[str, float]:

@@ -86,11 +86,3 @@ def test_ranks_of_torchrun_reduce(tmp_path: Path, script: str, command: tuple[st
     assert "rank 0 is done" in run.output
     assert "rank 1 is done" in run.output
     assert not run.left
-
-
-def test_torchrun_alone_fails_with_the_error_that_the_page_on_errors_explains(tmp_path: Path) -> None:
-    """It imports torch itself, which loads torch_npu, which needs the libraries that softnpu stands in for."""
-    run = launch(TORCHRUN, *TWO, "script.py", directory=tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="1")
-    assert run.code
-    assert "libhccl.so: cannot open shared object file" in run.output
-    assert "Failed to load the backend extension: torch_npu" in run.output

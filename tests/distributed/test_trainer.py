@@ -100,7 +100,6 @@ IN_SHORT = [
     ("gemma3_text", BY_FSDP2 + CONTEXT_PARALLEL, WHOLE_BATCH, "FSDP"),
 ]
 LONG = [
-    ("qwen3", BY_FSDP2, CHECKPOINTING, "FSDP"),
     ("qwen3", CONFIG.format(kind="MULTI_NPU"), PLAIN, DDP),
     ("qwen3", BY_TORCHRUN, CHECKPOINTING, DDP),
     ("qwen3_moe", BY_TORCHRUN, PLAIN, DDP),

@@ -28,13 +28,6 @@ def test_compiled_models_train_as_one_process_does(two_ranks, checkpoints, truth
         comparing.assert_right(rank, model)
 
 
-@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
-def test_gradients_are_accumulated_before_they_are_reduced(two_ranks, checkpoints, truths, engine):
-    arguments = engine, "Qwen3", checkpoints("Qwen3"), truths("Qwen3")
-    for rank in two_ranks.run(comparing.compare, *arguments, accumulates=True):
-        comparing.assert_right(rank, "Qwen3")
-
-
 @pytest.mark.parametrize("engine", ["DDP", "DDP, gradients in buckets", "FSDP2", "FSDP1", "FSDP1, flat"])
 @pytest.mark.parametrize("model", ["Qwen3", "Gemma 3"])
 def test_kernels_that_come_behind_an_engine_lay_out_what_is_theirs_alone(two_ranks, checkpoints, truths, model, engine):

@@ -14,7 +14,7 @@ from tests.support.benchmark_runs import SMALL, TOKENS, refusal, run, write_conf
         (["--model", "/nowhere/config.json"], "is neither a folder nor a file"),
         (["--kernel", "RMSnrom"], "--kernel RMSnrom: did you mean RMSNorm? there are RMSNorm, SwiGLU"),
         (["--dtype", "float32"], "--dtype float32: there are bf16, fp16"),
-        (["--report", "/nowhere/a.json"], "--report /nowhere/a.json cannot be written: No such file or directory"),
+        (["--report", "/nowhere/a.json"], "a.json cannot be written: No such file or directory: there is no folder"),
         (["--tokens", "1"], "16"),
     ],
 )

@@ -73,19 +73,6 @@ def test_the_format_does_not_drift() -> None:
         assert written == "34e63acd58eb4f171c38cb2910c6ef3324b235a454378e3b0d2f2e5b47e68e2e"
 
 
-def test_a_commit_follows_from_name_version_and_content() -> None:
-    one = KernelRepository("A", 1, {"a": b"1", "b": b"2"})
-    assert len(one.commit) == 40
-    assert one.commit == KernelRepository("A", 1, {"b": b"2", "a": b"1"}).commit
-    others = [
-        KernelRepository("B", 1, one.files),
-        KernelRepository("A", 2, one.files),
-        KernelRepository("A", 1, {"a": b"1", "c": b"2"}),
-        KernelRepository("A", 1, {"a": b"1", "b": b"3"}),
-    ]
-    assert len({each.commit for each in (one, *others)}) == 5
-
-
 def test_a_small_bundle_is_refused_wherever_it_is_cut_and_whichever_byte_changes(tmp_path) -> None:
     assert read(PACKED, tmp_path) == SMALL
     for position, byte in enumerate(PACKED):

@@ -56,29 +56,22 @@ def bundle(run_forked, localhub: LocalHub, tmp_path: Path) -> Callable[..., subp
     return run
 
 
-def commits(archive: Path) -> dict[str, str]:
-    return {each.name: each.commit for each in bundle_archive.unpack(archive)}
-
-
-def at(home: Path) -> dict[str, str]:
-    return {"HF_HOME": str(home), **OFFLINE}
-
-
 def test_from_the_hub_to_a_machine_without_a_network(run_forked, localhub: LocalHub, bundle, tmp_path: Path) -> None:
     published = publish(localhub, "first")
     archive, home = tmp_path / "kernels.zip", tmp_path / "cluster"
+    offline = {"HF_HOME": str(home), **OFFLINE}
     assert bundle().returncode == 0
-    assert commits(archive) == published
-    (norm,) = [each for each in bundle_archive.unpack(archive) if each.name == "RMSNorm"]
-    assert {"README.md", ".gitattributes", "benchmarks/large.bin"} <= norm.files.keys()
-    run_forked(COMMAND, "bundle", "--install", str(archive), **at(home))
+    bundled = {each.name: each for each in bundle_archive.unpack(archive)}
+    assert {name: each.commit for name, each in bundled.items()} == published
+    assert {"README.md", ".gitattributes", "benchmarks/large.bin"} <= bundled["RMSNorm"].files.keys()
+    run_forked(COMMAND, "bundle", "--install", str(archive), **offline)
     folder = home / "hub" / "kernels--kernels-ext-npu--RMSNorm"
-    file, _ = run_forked(LOAD, **at(home)).stdout.splitlines()
+    file, _ = run_forked(LOAD, **offline).stdout.splitlines()
     assert file == f"{folder}/snapshots/{published['RMSNorm']}/build/torch-npu/__init__.py"
 
     before, after = published["RMSNorm"], publish(localhub, "second", ["RMSNorm"])["RMSNorm"]
     assert bundle().returncode == 0
-    output = run_forked(COMMAND, "bundle", "--install", str(archive), **at(home)).stdout
+    output = run_forked(COMMAND, "bundle", "--install", str(archive), **offline).stdout
     assert f"RMSNorm v1, commit {after}: in place of {before}, whose files stay in the cache\n" in output
     assert f"RoPE v1, commit {published['RoPE']}: was there already\n" in output
     assert (folder / "refs" / "v1").read_text() == after

@@ -193,8 +193,11 @@ def test_each_script_computes_through_the_kernels_what_the_cpu_does_without(tmp_
 # ---- what the page says besides -------------------------------------------------------------------------------------
 PITFALLS = """
 import kernels_ext_npu, softnpu, torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from torch_npu.optim import NpuFusedAdamW
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from trl import DPOConfig, DPOTrainer
 
 def train(kernels, **options):
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B", dtype="float32")
@@ -232,6 +235,19 @@ try:
     NpuFusedAdamW([weight]).step()
 except TypeError as error:
     print("found:", "bfloat16" in str(error))
+
+model = get_peft_model(
+    AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B", device_map="npu"), LoraConfig(target_modules=["up_proj"])
+)
+rows = lambda: {row.reason for row in kernels_ext_npu.report(kernels_ext_npu.kernelize(model)) if "MLP" in row.kind}
+print("found:", rows())
+model = model.merge_and_unload()
+print("found:", rows())
+
+pairs = Dataset.from_list([{"prompt": "w1 w2", "chosen": " w3", "rejected": " w4"}])
+trainer = DPOTrainer("Qwen/Qwen3-0.6B", args=DPOConfig("output"), train_dataset=pairs)
+for each in (trainer.model, trainer.ref_model):
+    print("found:", {row.swapped for row in kernels_ext_npu.report(kernels_ext_npu.kernelize(each))})
 """
 
 
@@ -246,7 +262,11 @@ def test_the_pitfalls_are_as_the_page_says(tmp_path, run_forked) -> None:
     assert lines[2:5] == ["trained"] * 3
     assert lines[5].startswith("RuntimeError: The size of tensor a (")
     assert lines[6:8] == ["True", "False"]  # the same with and without dropping gradients?
-    assert lines[8:] == ["True"]  # its error names bfloat16
+    reason = "two products, since a projection is a peft.tuners.lora.layer.Linear"
+    assert lines[8] == "True"  # its error names bfloat16
+    assert lines[9:11] == [str({reason}), str({None})]
+    assert lines[11:] == ["{True}"] * 2
+    assert reason in " ".join(text.split())
 
 
 def test_both_languages_have_the_same_code_and_sections() -> None:

@@ -170,6 +170,12 @@ def test_bad_shapes_are_named_before_any_operator_runs(kernel: ModuleType, name,
     assert ran <= {"fill_", "ones", "ones.out", "stream_syncs"}  # the arguments themselves
 
 
+def test_tables_of_integers_are_named(kernel: ModuleType) -> None:
+    x, cos = torch.ones(2, 3, 8, device="npu"), torch.ones(2, 1, 8, device="npu")
+    with pytest.raises(TypeError, match=r"sin \[2, 1, 8\] must be floating point, got torch.int32"):
+        kernel.rotary_mul(x, cos, cos.int())
+
+
 @pytest.mark.parametrize("heads_last", [True, False])
 def test_a_part_of_a_head_is_put_back_in_one_pass_each_way(kernel: ModuleType, heads_last: bool) -> None:
     """And lies as it did, so that neither attention nor a product copies it."""

@@ -74,6 +74,11 @@ def test_the_command_line(run_python) -> None:
 
 
 # ---- loadable --------------------------------------------------------------------------------------------------------
+def test_ids_are_unique(whole: Path) -> None:
+    ids = [json.loads(path.read_text())["id"] for path in whole.glob("*/build/*/metadata.json")]
+    assert len(set(ids)) == len(ids) == len(REPOSITORIES) * len(NAMES)
+
+
 @each_repository
 def test_a_strict_variant_and_that_for_all_npus_may_be_published(repository: Path) -> None:
     """With their metadata and digests, the card, and imports of torch, the standard library and their own modules."""

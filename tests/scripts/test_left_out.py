@@ -1,5 +1,6 @@
 """The variants that the tree leaves out: made whole, from what lies in the tree, wherever they are needed."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -56,6 +57,27 @@ def test_metadata_that_nothing_can_be_made_from_is_named(norm: Path, content: st
         metadata.write_text(content)
     with pytest.raises(ValueError, match=f"{metadata} is not there or cannot be read: make build"):
         left_out(norm)
+
+
+def test_it_is_taken_on_its_machine(run_forked, whole: Path, tmp_path: Path) -> None:
+    """By a process that says to be on torch 2.9 and CANN 8.5, of a variant that the tree does not hold."""
+    (tmp_path / "ascend_toolkit_install.info").write_text("version=8.5.0\n")
+    code = f"""
+import softnpu, json, os, pathlib, platform, torch
+os.environ["ASCEND_HOME_PATH"] = {str(tmp_path)!r}
+platform.machine = lambda: "aarch64"
+torch.__version__ = "2.9.0"
+from kernels import get_local_kernel
+for root in json.loads({json.dumps(json.dumps([str(whole), str(build.ROOT)]))}):
+    kernel = get_local_kernel(pathlib.Path(root, "RMSNorm"))
+    assert kernel.rms_norm(torch.ones(2, 8, device="npu"), None, 0.0).sum().item() == 16
+    print(pathlib.Path(kernel.__file__).parent)
+"""
+    loaded = run_forked(code).stdout.splitlines()
+    assert loaded == [
+        f"{whole}/RMSNorm/build/torch29-cxx11-cann85-aarch64-linux",
+        f"{build.ROOT}/RMSNorm/build/torch-npu",  # a clone has the same files under this name
+    ]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is not in the standard library")

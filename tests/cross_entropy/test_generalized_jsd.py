@@ -11,30 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.losses import IGNORED, assert_no_further, bends, is_near, leaves, logits_of, products, wide
+from tests.support.losses import IGNORED, assert_no_further, bends, draw, is_near, leaves, logits_of, products, wide
 
 BETAS = [0, 0.1, 0.5, 0.9, 1]
-
-
-reductions = st.sampled_from(
-    [
-        *({"reduction": name} for name in ("none", "sum", "batchmean")),
-        {"num_items": 7},
-        {"num_items": torch.tensor(2.5)},
-    ]
-)
+reductions = st.sampled_from(["none", "sum", "batchmean"]).map(lambda name: {"reduction": name})
+reductions |= st.sampled_from([7, torch.tensor(2.5)]).map(lambda number: {"num_items": number})
 
 
 def drawn(tokens: int, words: int, sizes: tuple[int, int] = (8, 5), seed: int = 0, bias: bool = True) -> list[Any]:
     """Return hidden states, weight and bias of a student, the same of a teacher, and labels."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [
-        torch.randn(shape, generator=generator) if bias or len(shape) == 2 else None
-        for size in sizes
-        for shape in ((tokens, size), (words, size), (words,))
-    ]
-    ignored = torch.rand(tokens, generator=generator) < 0.3
-    return [*tensors, torch.full((tokens,), words).masked_fill(ignored, IGNORED)]
+    student, teacher = (draw(tokens, words, size, seed + i, bias) for i, size in enumerate(sizes))
+    return [*student[:3], *teacher[:3], torch.where(student.labels == IGNORED, IGNORED, words)]
 
 
 def expected_of(student: Tensor, teacher: Tensor, labels: Tensor, beta: float) -> Tensor:

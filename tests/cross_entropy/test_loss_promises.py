@@ -12,21 +12,18 @@ import torch
 from torch import Tensor
 
 import softnpu
-from tests.support.losses import logits_of
+from tests.support.losses import draw, leaves, logits_of
 from tests.support.memory import Largest
 
 TOKENS, WORDS, HIDDEN = 24, 96, 8
 
 
 def tensors(dtype: torch.dtype = torch.float32, device: str = "npu") -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(shape, generator=generator) for shape in ((TOKENS, HIDDEN), (WORDS, HIDDEN), (WORDS,))]
-    return [tensor.to(device, dtype).requires_grad_() for tensor in drawn]
+    return leaves(draw(TOKENS, WORDS, HIDDEN, bias=True)[:3], dtype, device)
 
 
 def labels(device: str = "npu") -> Tensor:
-    drawn = torch.randint(WORDS, (TOKENS,), generator=torch.Generator().manual_seed(1))
-    return drawn.index_fill(0, torch.tensor([0, 5]), -100).to(device)
+    return draw(TOKENS, WORDS, HIDDEN).labels.to(device)
 
 
 ALL = {"label_smoothing": 0.1, "z_loss": 0.01, "logit_scale": 0.5, "softcap": 4.0}
@@ -69,15 +66,15 @@ each_loss = pytest.mark.parametrize("loss", [of_head, of_entropy, of_teacher])
 @each_loss
 def test_autocast_casts_what_it_casts_for_a_linear_layer(kernel: ModuleType, loss) -> None:
     """As with the casts written out: exactly."""
-    leaves, cast = tensors(), tensors()
+    own, cast = tensors(), tensors()
     with torch.autocast("npu", torch.bfloat16):
-        found = loss(kernel, leaves, labels())
+        found = loss(kernel, own, labels())
     found.backward()
     expected = loss(kernel, [tensor.bfloat16() for tensor in cast], labels())
     expected.backward()
     assert torch.equal(found, expected)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(leaves, cast))
-    assert leaves[1].grad.dtype == torch.float32
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(own, cast))
+    assert own[1].grad.dtype == torch.float32
 
 
 @each_loss

@@ -80,25 +80,21 @@ def test_attention_of_transformers_is_one_launch_each_and_no_copy(kernel: Module
 
 
 @pytest.mark.parametrize(
-    ("shape", "of_cos", "dtype", "why"),
+    ("shape", "of_cos", "why"),
     [
-        ((2, 4, 8, 896), (2, 1, 8, 896), torch.float32, "a head of 896"),
-        ((2, 1000, 1, 8), (2, 1, 1, 8), torch.float32, "1000 heads"),
-        ((2, 4, 3, 64), (2, 1, 3, 64), torch.float64, "float64, which the device computes in float32"),
-        ((5, 64), (5, 64), torch.float32, "two dimensions"),
-        ((2, 2, 4, 3, 64), (2, 1, 1, 3, 64), torch.float32, "five dimensions"),
-        ((0, 4, 3, 64), (0, 1, 3, 64), torch.float32, "nothing at all"),
-        ((2, 4, 3, 64), (1, 64), torch.float32, "a table for all positions"),
-        ((1, 4, 3, 64), (2, 1, 3, 64), torch.float32, "a table that is larger than x"),
+        ((2, 4, 8, 896), (2, 1, 8, 896), "a head of 896"),
+        ((2, 1000, 1, 8), (2, 1, 1, 8), "1000 heads"),
+        ((0, 4, 3, 64), (0, 1, 3, 64), "nothing at all"),
+        ((1, 4, 3, 64), (2, 1, 3, 64), "a table that is larger than x"),
     ],
 )
-def test_beyond_the_limits_it_is_the_same_formula_in_torch(kernel: ModuleType, shape, of_cos, dtype, why) -> None:
-    x, cos, sin = draw(shape, of_cos, dtype)
+def test_beyond_the_limits_it_is_the_same_formula_in_torch(kernel: ModuleType, shape, of_cos, why) -> None:
+    x, cos, sin = draw(shape, of_cos)
     moved = x.to("npu"), cos.to("npu"), sin.to("npu")
     found = launched(lambda: kernel.rotary_mul(*moved))
     assert "npu_rotary_mul" not in found, why
     assert found.get("stream_syncs", 0) == 0
-    assert_rounded(kernel.rotary_mul(*moved).float(), exact(x, cos, sin))
+    assert_rounded(kernel.rotary_mul(*moved), exact(x, cos, sin))
 
 
 @settings(max_examples=150, deadline=None)

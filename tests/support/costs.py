@@ -47,15 +47,16 @@ def published(
     tokens: int = 4096,
     prepare: Callable[[PreTrainedModel], object] = kernels_ext_npu.kernelize,
     batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Iterator[tuple[PreTrainedModel, Callable[..., Counts]]]:
-    """Build a model, by its name a published one, in bfloat16 on fake tensors, prepared, for rows of tokens.
+    """Build a model, by its name a published one, on fake tensors, prepared, for rows of tokens.
 
     Yields it, and what counts a phase of it, such as "forward" or "step", by `count` or by what is given in its place.
     """
     values, found = KnownValues(), subject.find(name) if isinstance(name, str) else name
     with FakeTensorMode(allow_non_fake_inputs=True):
         with Counting(values, SOC):
-            model = subject.build(found, torch.bfloat16)
+            model = subject.build(found, dtype)
         prepare(model)
         inputs, _ = subject.make_inputs(model, batch, tokens, values)
         labelled = inputs | subject.labels(model, inputs)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -120,20 +121,10 @@ class _Attributes(TorchFunctionMode):
         self.reads = 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None) -> Any:
-        if function.__name__ == "__get__" and not any(map(_is_device, _frames())):
+        files = (frame.f_code.co_filename for frame, _ in walk_stack(None))
+        if function.__name__ == "__get__" and not any(file.startswith(_DEVICE) for file in files):
             self.reads += 1
         return function(*args, **(kwargs or {}))
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _is_device(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_DEVICE)
 
 
 def _asked(event: Any) -> int:

@@ -171,6 +171,7 @@ def _check_plans(model: PreTrainedModel, tp: int, ep: int) -> None:
 def _shard(model: PreTrainedModel, mesh: Mesh) -> defaultdict[str, tuple[str, ...]]:
     """Shard a model, and return the axes of its mesh by the names of their groups, which may serve more than one."""
     manager: Any
+    _untie(model)
     try:
         wanted = DistributedConfig(tp_size=mesh.tp, ep_size=mesh.ep, fsdp_size=mesh.fsdp)
         config, _, manager = type(model).prepare_distribute_model(wanted)
@@ -184,6 +185,16 @@ def _shard(model: PreTrainedModel, mesh: Mesh) -> defaultdict[str, tuple[str, ..
         if group.size() > 1:
             served[group.group_name] = (*served[group.group_name], axis)
     return served
+
+
+def _untie(model: PreTrainedModel) -> None:
+    """Give modules that share a parameter one each, as transformers has them until they are sharded."""
+    seen: set[nn.Parameter] = set()
+    for path, parameter in [*model.named_parameters(remove_duplicate=False)]:
+        if parameter in seen:
+            owner, _, name = path.rpartition(".")
+            setattr(model.get_submodule(owner), name, nn.Parameter(parameter.detach(), parameter.requires_grad))
+        seen.add(parameter)
 
 
 def _is_sharded(parameter: nn.Parameter, axis: str) -> bool:

@@ -85,6 +85,7 @@ def build(subject: Subject, dtype: torch.dtype) -> PreTrainedModel:
     with torch.device("npu"), no_init_weights():
         model = subject.model_class._from_config(subject.config, dtype=dtype)
     _keep_in_float32(model, dtype)
+    model.tie_weights()  # no_init_weights leaves that out
     return model
 
 

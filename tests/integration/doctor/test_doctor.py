@@ -79,16 +79,12 @@ def test_a_machine_without_a_card_is_healthy_with_the_software_device(doctor, tm
     for secret in ("topsecret", "pass%20word", "pass word", "mirror-password", "somebody"):
         assert secret not in report.output + report.text
     for width in (80, 120):
-        lines = shown(report.whole, width).splitlines()
+        console = Console(width=width, file=io.StringIO())
+        display.show(console, report.whole)
+        lines = console.file.getvalue().splitlines()
         assert max(len(line) for line in lines if not line.startswith("More: ")) <= width
         assert lines[-1] == "Healthy, on the software device: 2 warnings."
         assert {f"    {command}" for command in advised} <= set(lines)
-
-
-def shown(report: dict[str, Any], width: int) -> str:
-    console = Console(width=width, file=io.StringIO())
-    display.show(console, report)
-    return console.file.getvalue()
 
 
 @pytest.mark.software

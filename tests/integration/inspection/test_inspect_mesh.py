@@ -83,7 +83,7 @@ def test_rows_that_ranks_share_exchange_heads_of_neighbours_and_gather_keys_of_o
 
     Each rank, or group of neighbours, has two blocks. Gradients are as many bytes.
     """
-    sizes = SIZES | {"num_key_value_heads": keys, "num_hidden_layers": FEW}
+    sizes = SIZES | {"num_key_value_heads": keys, "num_hidden_layers": FEW, "tie_word_embeddings": True}
     AutoConfig.for_model("mistral", **sizes, sliding_window=window).save_pretrained(tmp_path)
     found = report("inspect", tmp_path, "--cp", ranks, "--tokens", TOKENS)
     assert found["mesh"]["ranks"] == found["mesh"]["fsdp"] == ranks

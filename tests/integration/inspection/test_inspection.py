@@ -1,142 +1,108 @@
 """What ``kernels-ext-npu inspect`` counts on fake tensors is what happens on the software device."""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
-from transformers import AutoConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.inspection.counting import repetition
-from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.inspection.counting.dispatch import Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues, UnknownValueError
-from kernels_ext_npu.inspection.counting.phases import count
-from kernels_ext_npu.measuring import roofline
+from kernels_ext_npu.inspection.counting.phases import GROWING, STATIC, replays
+from kernels_ext_npu.inspection.subject import Subject
 from tests.support import memory, zoo
+from tests.support.costs import SOC, published
 from tests.support.launches import computing
-from tests.support.sizes import sizes
 
-SOC = roofline.SOCS["910b"]
 BATCH, TOKENS, TOKEN = 2, 16, 5
+Prepare = Callable[[PreTrainedModel], object]
 
 
-swapped_or_not = pytest.mark.parametrize("swapped", [False, True], ids=["original", "swapped"])
-in_training_or_not = pytest.mark.parametrize("training", [False, True], ids=["forward", "step"])
+def described(name: str, **sizes: object) -> Subject:
+    model = zoo.build(name, **sizes)
+    return Subject("it", model.config, type(model), [])
 
 
-class Fake:
-    """A model on fake tensors, as inspect() builds it, and what it costs."""
-
-    def __init__(self, cls: type[PreTrainedModel], config: object, dtype: torch.dtype = torch.float32) -> None:
-        self.values = KnownValues()
-        with Counting(self.values, SOC), torch.device("npu"):
-            self.model = cls._from_config(config, dtype=dtype)
-        ids = torch.empty(BATCH, TOKENS, dtype=torch.long, device="npu")
-        with _disable_current_modes():
-            real = torch.full((BATCH, TOKENS), TOKEN)
-        self.inputs = {"input_ids": self.values.learn(ids, real), "use_cache": False}
-
-    def count(self, training: bool) -> Counts:
-        if training:
-            return count("step", self.model, self.inputs | {"labels": self.inputs["input_ids"]}, self.values, SOC)
-        return count("forward", self.model, self.inputs, self.values, SOC)
+@pytest.fixture(params=["original", "swapped"])
+def prepare(request: pytest.FixtureRequest) -> Prepare:
+    """What is done to a model: nothing, or kernels are put into it."""
+    if request.param == "original":
+        return lambda model: None
+    kernels_ext_npu.register()
+    return kernels_ext_npu.kernelize
 
 
-@contextmanager
-def kernels(model: nn.Module, wanted: bool) -> Iterator[None]:
-    if wanted:
-        kernels_ext_npu.register()
-        kernels_ext_npu.kernelize(model)
-    try:
-        yield
-    finally:
-        if wanted:
-            kernels_ext_npu.restore(model)
-            kernels_ext_npu.unregister()
+def made_ids() -> torch.Tensor:
+    return torch.full((BATCH, TOKENS), TOKEN).to("npu")
 
 
-def run(model: PreTrainedModel, ids: torch.Tensor, training: bool) -> None:
-    model.train(training)
-    with torch.set_grad_enabled(training):
-        if training:
-            model(input_ids=ids, use_cache=False, labels=ids).loss.backward()  # holds no logits
-        else:
+def run(model: PreTrainedModel, ids: torch.Tensor, phase: str) -> None:
+    """Do on the device what a phase counts; of decoding one token behind the others."""
+    model.train(phase == "step")
+    if phase == "step":
+        model(input_ids=ids, use_cache=False, labels=ids).loss.backward()  # holds no logits
+        return
+    with torch.no_grad():
+        if phase == "forward":
             model(input_ids=ids, use_cache=False)
+            return
+        config, place = model.config, torch.full((BATCH, 1), TOKENS).to("npu")
+        cache = DynamicCache(config=config) if phase == GROWING else StaticCache(config, max_cache_len=TOKENS + 1)
+        model(ids, past_key_values=cache, use_cache=True)
+        token = ids[:, -1:]
+        softnpu.reset_counters()
+        model(input_ids=token, past_key_values=cache, use_cache=True, position_ids=place)
 
 
-@swapped_or_not
-@pytest.mark.parametrize(
-    "name", ["qwen3", "gemma3_text", "qwen3_moe", "gpt_oss", "qwen2_5_vl", "deepseek_v3", "mamba2"]
-)
-def test_launches_and_waits_are_those_of_the_device(name: str, swapped: bool) -> None:
-    real = zoo.build(name, torch.bfloat16).to("npu")
-    happened = {}
-    with kernels(real, swapped):
-        ids = torch.full((BATCH, TOKENS), TOKEN).to("npu")
-        for training in (False, True):
-            run(real, ids, training)  # caches fill
-            real.zero_grad()
-            softnpu.reset_counters()
-            run(real, ids, training)
-            happened[training] = Counter(softnpu.counters())
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        fake = Fake(type(real), real.config, torch.bfloat16)
-        with kernels(fake.model, swapped):
-            counted = {training: fake.count(training) for training in happened}
-    for training, counts in counted.items():
-        assert counts.waits == happened[training].pop("stream_syncs")
-        del happened[training]["device_to_host_copies"]
-        assert computing(counts.launches) == computing(happened[training])
+COUNTED = ("forward", "step")
 
 
-def config(model_type: str, layers: int, **others: object) -> object:
-    tiny = sizes(64, 256, heads=4, keys=2, width=16, layers=layers, words=32)
-    return AutoConfig.for_model(model_type, **tiny | others)
+@pytest.mark.parametrize(("name", "phases"), [
+    ("qwen3", (*COUNTED, STATIC)),
+    ("gemma3_text", COUNTED),
+    ("qwen3_moe", COUNTED),
+    ("gpt_oss", COUNTED),
+    ("qwen2_5_vl", COUNTED),
+    ("deepseek_v3", COUNTED),
+    ("mamba2", COUNTED),
+    *(pytest.param(name, (GROWING, STATIC), marks=pytest.mark.long) for name in ("qwen3", "gemma3_text", "qwen3_moe")),
+])  # fmt: skip
+def test_launches_and_waits_are_those_of_the_device(name: str, phases: tuple[str, ...], prepare: Prepare) -> None:
+    real, ids = zoo.build(name, torch.bfloat16).to("npu"), made_ids()
+    prepare(real)
+    with published(Subject("it", real.config, type(real), []), TOKENS, prepare, BATCH) as (_, count):
+        counted = {phase: count(phase) for phase in phases}
+    for phase, counts in counted.items():
+        run(real, ids, phase)  # caches fill
+        real.zero_grad()
+        softnpu.reset_counters()
+        run(real, ids, phase)
+        happened = Counter(softnpu.counters())
+        assert (phase, counts.waits) == (phase, happened.pop("stream_syncs"))
+        del happened["device_to_host_copies"]
+        assert computing(counts.launches) == computing(happened), phase
 
 
-DEEPSEEK = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 32,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "first_k_dense_replace": 3,
-}
-
-
-@swapped_or_not
-@pytest.mark.parametrize(
-    ("model_type", "own", "kinds"),
-    [
-        ("gemma3_text", {"sliding_window": 4, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}, [3]),
-        ("deepseek_v3", DEEPSEEK, [3, 3]),
-    ],
-)
-def test_a_few_layers_tell_what_all_cost(model_type: str, own: dict, kinds: list[int], swapped: bool) -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        described = config(model_type, len(own.get("layer_types", ())) or sum(kinds), **own)
-        fake = Fake(zoo_class(described), described, torch.bfloat16)
-        with kernels(fake.model, swapped):
-            assert [len(kind.layers) for kind in repetition.find_kinds(fake.model)] == kinds
-            few = [fake.count(training) for training in (False, True)]
-            for number, layer in enumerate(fake.model.model.layers):
-                layer.label = f"like no other: {number}"
-            assert repetition.find_kinds(fake.model) == []
-            whole = [fake.count(training) for training in (False, True)]
+@pytest.mark.parametrize(("name", "own", "kinds", "phases"), [
+    ("llama", {}, [4], ("forward", STATIC)),
+    ("gemma3_text", {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]}, [3], COUNTED),
+    ("deepseek_v3", {"first_k_dense_replace": 3}, [3, 3], COUNTED),
+])  # fmt: skip
+def test_a_few_layers_tell_what_all_cost(name: str, own: dict, kinds: list[int], phases, prepare: Prepare) -> None:
+    config = described(name, num_hidden_layers=len(own.get("layer_types", ())) or sum(kinds), **own)
+    with published(config, TOKENS, prepare, BATCH) as (model, count):
+        assert [len(kind.layers) for kind in repetition.find_kinds(model)] == kinds
+        few = [count(phase) for phase in phases]
+        for number, layer in enumerate(model.model.layers):
+            layer.label = f"like no other: {number}"
+        assert repetition.find_kinds(model) == []
+        whole = [count(phase) for phase in phases]
     for counted, exact in zip(few, whole):
         assert +counted.launches == exact.launches
         assert +counted.bytes == exact.bytes
@@ -146,43 +112,45 @@ def test_a_few_layers_tell_what_all_cost(model_type: str, own: dict, kinds: list
         assert counted.peak == pytest.approx(exact.peak, rel=0.02)
 
 
-def zoo_class(described: object) -> type[PreTrainedModel]:
-    from transformers import AutoModelForCausalLM
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_step_that_waits_or_copies_numbers_of_the_host_is_no_replay(registered: None, reads: bool) -> None:
+    def hook(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+        if reads:
+            return output * float(torch.arange(3, device="npu").sum().item())
+        return output * torch.tensor([2.0], device="npu")
 
-    return AutoModelForCausalLM._model_mapping[type(described)]
+    with published(described("qwen3"), TOKENS) as (model, count):
+        model.model.norm.register_forward_hook(hook)
+        found = count(STATIC)
+    assert (found.waits, found.copies_in) == ((1, 0) if reads else (0, 1))
+    assert replays(STATIC, found) == 0
 
 
-@swapped_or_not
-@in_training_or_not
-def test_the_predicted_peak_is_that_of_the_allocator(training: bool, swapped: bool) -> None:
-    described = config("llama", 5)
-    real = zoo_class(described)(described).to("npu")
-    ids = torch.full((BATCH, TOKENS), TOKEN).to("npu")
-    with kernels(real, swapped):
-        for _ in range(2):  # caches fill in the first run
-            real.zero_grad()
-            before = memory.start()
-            run(real, ids, training)
-            happened = memory.requested("peak") - before
+@pytest.mark.parametrize("phase", ["forward", "step"])
+def test_the_predicted_peak_is_that_of_the_allocator(phase: str, prepare: Prepare) -> None:
+    config = described("llama", num_hidden_layers=5)
+    real, ids = config.model_class(config.config).to("npu"), made_ids()
+    prepare(real)
+    for _ in range(2):  # caches fill in the first run
+        real.zero_grad()
+        before = memory.start()
+        run(real, ids, phase)
+        happened = memory.requested("peak") - before
     gradients = sum(p.grad.numel() * 4 for p in real.parameters() if p.grad is not None)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        fake = Fake(type(real), described)
-        with kernels(fake.model, swapped):
-            predicted = fake.count(training).peak
+    with published(config, TOKENS, prepare, BATCH, torch.float32) as (_, count):
+        predicted = count(phase).peak
     # Gradients are no activations; at the peak, which is early in the backward, few of them exist. The device may hold
     # a scalar more or less.
     assert predicted - 512 <= happened <= predicted + gradients
-    assert training or predicted == happened
+    assert phase == "step" or predicted == happened
 
 
 def test_experts_in_a_loop_of_the_host_get_equal_shares_of_the_tokens() -> None:
     """Which experts are hit follows from weights; the loop asks the host for each."""
     layers, experts = 3, 4
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        described = config("mixtral", layers, num_local_experts=experts, num_experts_per_tok=2)
-        fake = Fake(zoo_class(described), described, torch.bfloat16)
-        fake.model.set_experts_implementation("eager")
-        counted = fake.count(training=False)
+    config = described("mixtral", num_hidden_layers=layers, num_local_experts=experts, num_experts_per_tok=2)
+    with published(config, TOKENS, lambda model: model.set_experts_implementation("eager")) as (_, count):
+        counted = count("forward")
     others = 1 + 5 * layers  # the head; q, k, v, o and the router
     assert counted.launches["matmul"] == others + 2 * layers * experts
     assert counted.waits > layers * experts
@@ -195,22 +163,22 @@ def test_a_layer_that_gives_something_else_is_not_left_out() -> None:
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
             return hidden_states[:, ::2] * 2
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        described = config("llama", 1)
-        fake = Fake(zoo_class(described), described)
-        fake.model.halving = nn.ModuleList(Halving() for _ in range(4))
-        original = fake.model.forward
+    def prepare(model: PreTrainedModel) -> None:
+        model.halving = nn.ModuleList(Halving() for _ in range(4))
+
+    with published(described("llama", num_hidden_layers=1), TOKENS, prepare) as (model, count):
+        original = model.forward
 
         def forward(**inputs: object) -> object:
             hidden_states = original(**inputs).logits
-            for layer in fake.model.halving:
+            for layer in model.halving:
                 hidden_states = layer(hidden_states)
             return (hidden_states,)
 
-        assert [len(kind.layers) for kind in repetition.find_kinds(fake.model)] == [4]
-        before = fake.count(training=False).launches["mul"]
-        fake.model.forward = forward
-        assert fake.count(training=False).launches["mul"] == before + 4
+        assert [len(kind.layers) for kind in repetition.find_kinds(model)] == [4]
+        before = count("forward").launches["mul"]
+        model.forward = forward
+        assert count("forward").launches["mul"] == before + 4
 
 
 def fused(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> None:

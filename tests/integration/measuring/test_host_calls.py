@@ -3,7 +3,6 @@
 `make benchmark` measures how long that takes on a machine, and asserts nothing.
 """
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -33,10 +32,9 @@ SIDES = ("ours", "LLaMA-Factory's", "transformers'")
 
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-def forwards(request: pytest.FixtureRequest) -> Iterator[dict[str, Compared]]:
+def forwards(request: pytest.FixtureRequest) -> dict[str, Compared]:
     kernels_ext_npu.register()
-    yield compared(request.param)
-    kernels_ext_npu.unregister()
+    return compared(request.param)
 
 
 def counts(case: Compared, training: bool) -> list[HostCalls]:

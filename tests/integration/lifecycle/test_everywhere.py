@@ -14,7 +14,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import kernels_ext_npu
-from tests.support import zoo
+from tests.support import pages, zoo
 from tests.support.served import swapped
 
 WAITS = "swapped in when the model is first called on the NPU"
@@ -76,6 +76,17 @@ def test_the_report_is_logged_once_by_the_first_process(caplog, monkeypatch, ran
     (record,) = [record for record in caplog.records if record.name == "kernels_ext_npu"]
     assert record.levelno == level
     assert str(kernels_ext_npu.report(model)) in record.getMessage()
+
+
+def test_the_lines_of_the_page_on_logging_silence_the_report(caplog) -> None:
+    logger = logging.getLogger("kernels_ext_npu")
+    level = logger.level
+    try:
+        exec(pages.read(pages.DOCS / "environment.md").code("Logging"), {})
+        call(zoo.build("qwen3").to("npu"))
+        assert not [record for record in caplog.records if record.name == "kernels_ext_npu"]
+    finally:
+        logger.setLevel(level)
 
 
 def test_a_forward_that_is_not_called_through_the_model_swaps_the_whole_model() -> None:

@@ -158,8 +158,7 @@ def inspect(
     counted = [counts for variant in variants for counts in variant.counts.values() if counts is not None]
     if not counted:
         raise CannotInspectError(f"{subject.name}: nothing could be counted. " + "; ".join(dict.fromkeys(remarks)))
-    unknown = remark.unknown_products({name for counts in counted for name in counts.launches})
-    remarks = [*dict.fromkeys(remarks), *unknown]
+    remarks = [*dict.fromkeys(remarks), *remark.unknown_products({name for each in counted for name in each.launches})]
     return Inspection(subject, described, dtype, soc, mesh, size, weights, report, variants, remarks, phases)
 
 

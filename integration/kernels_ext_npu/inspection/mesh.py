@@ -189,12 +189,11 @@ def _shard(model: PreTrainedModel, mesh: Mesh) -> defaultdict[str, tuple[str, ..
 
 def _untie(model: PreTrainedModel) -> None:
     """Give modules that share a parameter one each, as transformers has them until they are sharded."""
-    seen: set[nn.Parameter] = set()
+    first = dict(model.named_parameters())
     for path, parameter in [*model.named_parameters(remove_duplicate=False)]:
-        if parameter in seen:
+        if path not in first:
             owner, _, name = path.rpartition(".")
             setattr(model.get_submodule(owner), name, nn.Parameter(parameter.detach(), parameter.requires_grad))
-        seen.add(parameter)
 
 
 def _is_sharded(parameter: nn.Parameter, axis: str) -> bool:

@@ -100,8 +100,7 @@ def adapt(model: PreTrainedModel, rank: int, dropout: float = 0.0) -> str:
 
     try:
         with torch.device("npu"), patch.object(nn.Module, "to", stay):
-            wanted = LoraConfig(r=rank, lora_dropout=dropout, target_modules="all-linear")
-            inject_adapter_in_model(wanted, model)
+            inject_adapter_in_model(LoraConfig(r=rank, lora_dropout=dropout, target_modules="all-linear"), model)
     except ValueError as error:
         raise CannotInspectError(f"--lora: {error}") from error
     return f", with adapters of rank {rank}"

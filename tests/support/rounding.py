@@ -1,6 +1,6 @@
 """Tell whether a result is what its formula gives in float64, rounded once; and count what is launched for it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,3 +23,20 @@ def launched(function: Callable[[], object]) -> dict[str, int]:
     softnpu.reset_counters()
     function()
     return {name: count for name, count in softnpu.counters().items() if count}
+
+
+def assert_float64s(
+    ours: Callable[..., Tensor], formula: Callable[..., Tensor], tensors: Sequence[Tensor], tolerance: float
+) -> None:
+    """Compare a result, and the gradients of all that it is made of, with those of a formula in float64 on the CPU.
+
+    The tensors are of one dtype, which results and gradients have to have; the tolerance is relative to their norms.
+    """
+    leaves, truth = ([move(t.detach()).requires_grad_() for t in tensors] for move in (Tensor.npu, Tensor.double))
+    y, expected = ours(*leaves), formula(*truth)
+    grad = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype)
+    y.backward(grad.npu())
+    expected.backward(grad.double())
+    for found, wanted in ((y, expected), *((a.grad, b.grad) for a, b in zip(leaves, truth))):
+        assert (found.dtype, found.shape) == (tensors[0].dtype, wanted.shape)
+        assert (found.detach().cpu().double() - wanted.detach()).norm() <= tolerance * wanted.norm()

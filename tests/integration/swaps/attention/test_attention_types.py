@@ -1,7 +1,7 @@
 """Every class that calls attention by name: ours on the NPU against eager attention in float32 on the CPU."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -59,12 +59,10 @@ def without_kernels() -> Iterator[None]:
     kernels_ext_npu.register()
 
 
-@pytest.mark.parametrize("is_named", [True, False], ids=["named", "unnamed"])
-@pytest.mark.parametrize("name", ALL)
-def test_outputs_and_gradients_are_those_of_eager_attention(registered, name, is_named) -> None:
-    model, ours = pair(name, is_named)
+def assert_same_outputs_and_gradients(batches: Iterable[Batch], model: PreTrainedModel, ours: PreTrainedModel) -> None:
+    """Compare outputs and all gradients of each batch."""
     apart = {}
-    for batch, inputs, rows in types.batches(name, model):
+    for batch, inputs, rows in batches:
         outputs = []
         for each, given in ((model, inputs), (ours, on_npu(inputs))):
             each.zero_grad()
@@ -79,6 +77,13 @@ def test_outputs_and_gradients_are_those_of_eager_attention(registered, name, is
             if parameter.grad is not None:
                 apart[f"{batch}: {key}"] = difference(found[key].grad, parameter.grad)
     assert {what: far for what, far in apart.items() if not far <= FLOAT32} == {}
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "unnamed"])
+@pytest.mark.parametrize("name", ALL)
+def test_outputs_and_gradients_are_those_of_eager_attention(registered, name, is_named) -> None:
+    model, ours = pair(name, is_named)
+    assert_same_outputs_and_gradients(types.batches(name, model), model, ours)
 
 
 def in_steps(model: PreTrainedModel, tokens: Tensor, mask: Tensor) -> Tensor:

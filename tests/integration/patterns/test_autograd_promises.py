@@ -24,7 +24,6 @@ from tests.support.nearness import assert_gradients_near
 # float32: sums of up to a few hundred terms in up to a dozen steps, relative to the norm of a derivative;
 # bfloat16 rounds to 2^-9, up to sixteen times on the way to a second derivative
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-5}
-NODES = {name: case for name, case in CASES.items() if case.is_node}
 FUNCTIONS = {name: case for name, case in CASES.items() if not case.is_node}
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 each_function = pytest.mark.parametrize("case", FUNCTIONS.values(), ids=FUNCTIONS)

@@ -69,10 +69,12 @@ def test_weights_are_computed_as_often_as_without_kernels_and_by_no_look(
         inputs |= {"decoder_input_ids": inputs["input_ids"]}
     expected = count_reads(plain)
     plain(**inputs)
+    if name == "t5":  # whose own norms read their weight once more, for its dtype
+        expected.subtract(path for path in expected if path.endswith("norm.weight"))
     if is_swapped_first:
         kernels_ext_npu.kernelize(model)
     found = count_reads(model)
     look(model)
     assert not found
     model(**on_npu(inputs))
-    assert found == expected or name == "t5"  # whose own norms read their weight twice, for its dtype
+    assert found == expected

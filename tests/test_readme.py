@@ -29,7 +29,7 @@ RARE = (
     *(catalogue.RECURRENCES, catalogue.FORGET_GATES, catalogue.INDEXERS, catalogue.COMPRESSORS),
 )
 
-# whose commands run here; recipes.md has tests of its own
+# whose commands run here, but for those that have tests of their own; so has recipes.md
 PAGES = ["README.md", "docs/offline.md", "docs/software-device.md"]
 CHINESE = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.zh.md"), *ROOT.glob("docs/*.zh.md")])
 # what cannot be run by a test of this machine, and where else it is

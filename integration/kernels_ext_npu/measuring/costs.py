@@ -1,7 +1,8 @@
-"""What a computation costs, counted: launches, the bytes that go in and out of them, waits of the host, and memory.
+"""What a computation costs, counted: launches, the kernels that they are on the device, the bytes that these move.
 
-Every operator of torch and of torch_npu that moves data is a launch; views and allocations are none. Holds for real
-tensors and for fake ones, whose operators only run torch_npu's meta kernels.
+Every operator of torch and of torch_npu that moves data is a launch; views and allocations are none. What CANN does
+behind it is what ``inside`` says. Holds for real tensors and for fake ones, whose operators only run torch_npu's meta
+kernels. Waits of the host, and memory, are counted here as well.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch_npu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import softnpu
+from kernels_ext_npu.machine.cann_releases import release_of
 from kernels_ext_npu.measuring.distance import tensors
+from kernels_ext_npu.measuring.inside import Inside, inside
 from kernels_ext_npu.measuring.products import name_of
 from softnpu.counting import STREAM_SYNCS
 
@@ -36,20 +39,23 @@ READING = frozenset(
 
 
 class Cost(TorchDispatchMode):
-    """A count of launches and bytes, for as long as the context is open."""
+    """A count of launches, kernels and bytes, for as long as the context is open."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches: Counter[str] = Counter()  # the number of calls, by operator
-        self.bytes: Counter[str] = Counter()  # of the tensors that an operator takes and gives, by operator
+        self.launches: Counter[str] = Counter()  # the number of calls by the host, by operator
+        self.kernels: Counter[str] = Counter()  # the number of kernels on the device, by operator
+        self.bytes: Counter[str] = Counter()  # that these read and write, by operator
+        self.not_read: Counter[str] = Counter()  # those of operators of which nobody read what they do inside
+        self._cann = release_of(getattr(torch.version, "cann", None))
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
         self.count(operator, args, kwargs or {}, result)
         return result
 
-    def count(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> int | None:
-        """Count a call, and return the bytes that it moves; None if it is no launch."""
+    def count(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> Inside | None:
+        """Count a call, and return what runs for it; None if it is no launch."""
         name, given = name_of(operator), tensors(result)
         is_view = operator.is_view or name == "_unsafe_view"
         if operator.namespace == "prim" or is_view or name in NO_LAUNCHES:
@@ -61,9 +67,13 @@ class Cost(TorchDispatchMode):
         unread = _unread(name, args, kwargs, given) + self._left(name, args, kwargs, given)
         moved = bytes_of((args, read, result)) - unread
         launched, times = what_runs(operator, args, kwargs)
+        runs = inside(operator, args, kwargs, result, moved, self._cann)
         self.launches[launched] += times
-        self.bytes[launched] += moved
-        return moved
+        self.kernels[launched] += max(times, len(runs.kernels))
+        self.bytes[launched] += runs.moved
+        if not runs.is_read:
+            self.not_read[launched] += runs.moved
+        return runs
 
     def numbers(self, tensor: torch.Tensor) -> list[int] | None:
         """Return what a tensor on the device holds where that is known without a wait, as it is not here."""

@@ -277,4 +277,5 @@ def _sequences(positions: Tensor) -> Tensor:
 
     transformers 5.22.2, masking_utils.py, ``find_packed_sequence_indices``.
     """
-    return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    begins = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
+    return begins.cumsum(-1, dtype=torch.int32)  # CANN sums int64 on an AI CPU

@@ -124,7 +124,7 @@ def chunks_of(tokens: Tokens, factors: NormFactors, bounds: Bounds | None) -> Ch
 def inner(chunks: Chunks) -> tuple[Inner, Tensor, Led]:
     """Compute what chunks know without a state, eQ, ``[M, C, K]``, and keys with their decays."""
     between, keys, queries, led_query, led = chunks.kind.products(chunks)
-    return Inner(between, keys, queries, inverse(keys * chunks.beta.transpose(-1, -2))), led_query, led
+    return Inner(between, keys, queries, inverse(keys * -chunks.beta.transpose(-1, -2))), led_query, led
 
 
 class _Parts(NamedTuple):
@@ -163,10 +163,10 @@ def forward(
     new = torch.bmm(found.inverse, value)  # U
     added = torch.bmm(led.trailed.transpose(-1, -2), new)
     states = scan(parts.removed, added.unflatten(0, (-1, chunks.rows)), state)
-    read = torch.baddbmm(led_query, parts.weighted, parts.read, alpha=-1)
+    read = led_query.sub_(torch.bmm(parts.weighted, parts.read))
     before = states.before.flatten(0, 1)
-    out = torch.baddbmm(torch.bmm(parts.weighted, new), read, before)
-    return out, states, Used(read, torch.baddbmm(new, parts.read, before, alpha=-1)) if keep else None
+    out = torch.bmm(parts.weighted, new).add_(torch.bmm(read, before))
+    return out, states, Used(read, new.sub_(torch.bmm(parts.read, before))) if keep else None
 
 
 def last_state(chunks: Chunks, value: Tensor, state: Tensor) -> Tensor:
@@ -200,8 +200,7 @@ def backward(
     grads = scan(parts.removed.transpose(-1, -2), added, grad_state, backwards=True)
     before, behind = states.flatten(0, 1), grads.before.flatten(0, 1)
 
-    grad_value = torch.bmm(parts.weighted.transpose(-1, -2), grad)
-    grad_value = torch.baddbmm(grad_value, led.trailed, behind)
+    grad_value = torch.bmm(parts.weighted.transpose(-1, -2), grad).add_(torch.bmm(led.trailed, behind))
     grad_new = torch.bmm(found.inverse.transpose(-1, -2), grad_value)
     across = used.value.transpose(-1, -2)
     grad_keys, grad_queries = torch.bmm(grad_new, across), torch.bmm(grad, across)  # of -A and P, without β

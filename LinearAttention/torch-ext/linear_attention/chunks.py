@@ -63,6 +63,12 @@ def by_head(x: Tensor, shared: int) -> Tensor:
     return x.unflatten(1, (shared, -1)).flatten(0, 1)
 
 
+def diagonal_blocks(x: Tensor, size: int) -> Tensor:
+    """View the blocks on the diagonal of ``[M, C, C]``: ``[M, C / size, size, size]``."""
+    blocks = x.unflatten(2, (-1, size)).unflatten(1, (-1, size))
+    return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)
+
+
 def filled_up(x: Tensor) -> Tensor:
     """Return ``[B, T, ...]`` with zeros up to a whole number of chunks."""
     missing = -x.shape[1] % CHUNK

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .chunks import diagonal_blocks
+
 _BLOCK = 16  # rows and columns of a tile, of which the device makes its products
 
 
@@ -26,10 +28,10 @@ def inverse(lower: Tensor) -> Tensor:
         ``[M, 64, 64]``.
     """
     found, size = lower[:, 0, 0].new_zeros(lower.shape), _BLOCK
-    inverted = _of_blocks(_on_diagonal(lower, size).flatten(0, 1).contiguous())
-    _on_diagonal(found, size).copy_(inverted.view(len(lower), -1, size, size))
+    inverted = _of_blocks(diagonal_blocks(lower, size).flatten(0, 1).contiguous())
+    diagonal_blocks(found, size).copy_(inverted.view(len(lower), -1, size, size))
     while size < lower.shape[-1]:
-        blocks, joined = _on_diagonal(lower, 2 * size), _on_diagonal(found, 2 * size)
+        blocks, joined = diagonal_blocks(lower, 2 * size), diagonal_blocks(found, 2 * size)
         corner, last = (blocks[..., size:, n : n + size].flatten(0, 1).contiguous() for n in (0, size))
         first, second = (joined[..., n : n + size, n : n + size].flatten(0, 1).contiguous() for n in (0, size))
         last.diagonal(dim1=-2, dim2=-1).fill_(-1)
@@ -51,9 +53,3 @@ def _of_blocks(lower: Tensor) -> Tensor:
         found = torch.bmm(found, power).add_(found)
     rest = torch.bmm(lower - eye, found).add_(eye)
     return torch.bmm(found, rest).add_(found)
-
-
-def _on_diagonal(x: Tensor, size: int) -> Tensor:
-    """View the blocks on the diagonal of ``[M, C, C]``: ``[M, C / size, size, size]``."""
-    blocks = x.unflatten(2, (-1, size)).unflatten(1, (-1, size))
-    return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)

@@ -131,7 +131,7 @@ def test_some_strides_are_written_on_the_ai_cpu() -> None:
 
 
 def test_tensors_are_put_together_32_at_once() -> None:
-    """40 tensors of 16 floats: 32 and 8 of them, and what these made; all along the first dimension from CANN 9.0 on."""
+    """40 tensors of 16 floats: 32 and 8 of them, and what these made; all along the first dimension from 9.0 on."""
     rows = [ones(1, 16) for _ in range(40)]
     columns = [ones(16, 1) for _ in range(40)]
     parts = [("ConcatD", 2 * 32 * 64), ("ConcatD", 2 * 8 * 64), ("ConcatD", 2 * 40 * 64)]

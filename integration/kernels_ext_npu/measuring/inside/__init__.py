@@ -9,6 +9,7 @@ from torch._ops import OpOverload
 
 from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.measuring.inside import (  # noqa: F401  their rows
+    attention,
     comparisons,
     copies,
     creation,

@@ -9,7 +9,16 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from kernels_ext_npu.measuring.distance import tensors
-from kernels_ext_npu.measuring.inside import attention, indexing, products  # noqa: F401  their rows
+from kernels_ext_npu.measuring.inside import (  # noqa: F401  their rows
+    activations,
+    attention,
+    experts,
+    indexing,
+    losses,
+    norms,
+    products,
+    updates,
+)
 from kernels_ext_npu.measuring.inside.table import ROWS, Call, Kernel, Row, nbytes
 from kernels_ext_npu.measuring.products import arguments, name_of
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import in_torch, pieces
+from . import in_torch, one_word, pieces
 from .derivatives import gradients
 from .float16 import brought_within
 from .head import logits_and_statistics
@@ -57,10 +57,10 @@ class LinearCrossEntropyByTokens(torch.autograd.Function):
                 torch.softmax(x, -1, out=others)
             del x
             if slope is not None:
-                others.scatter_(1, label, 0)
+                one_word.write(others, label, torch.zeros_like(gradient.at_label, dtype=others.dtype))
                 slope[rows].mul_(gradient.at_label).add_(torch.mm(others, weight)).mul_(gradient.sign)
             if kept is not None:
-                others.scatter_(1, label, gradient.at_label.to(others.dtype))
+                one_word.write(others, label, gradient.at_label.to(others.dtype))
             del others
         loss, at_label, sign = (torch.cat(each) for each in zip(*found))
         share = None if kept is None else sign * _correction(at_label, at_label.to(kept.dtype))

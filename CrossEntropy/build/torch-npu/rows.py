@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import in_torch, pieces
+from . import in_torch, one_word, pieces
 from .derivatives import by_formula, gradients
 from .objective import Objective
 
@@ -39,6 +39,10 @@ class CrossEntropy(torch.autograd.Function):
         d_logits = logits.new_empty(logits.shape)
         for rows in pieces.of_rows(tokens, pieces.for_statistics(tokens, words)):
             part = gradient.rows(rows)
-            d_rows = part.of_words(logits[rows]).scatter_(1, inside[rows], part.at_label)
-            torch.mul(d_rows, part.sign, out=d_logits[rows])
+            d_rows = part.of_words(logits[rows])
+            one_word.write(d_rows, inside[rows], part.at_label)
+            if d_rows.dtype is d_logits.dtype:
+                torch.mul(d_rows, part.sign, out=d_logits[rows])
+            else:  # the product in 16 bits, after the cast: out= would pass over them in 32 bits once more
+                d_logits[rows].copy_(d_rows).mul_(part.sign.to(d_logits.dtype))
         return d_logits, None, None

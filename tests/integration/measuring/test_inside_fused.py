@@ -170,11 +170,11 @@ def test_gradients_of_latents_pad_values_where_the_order_of_sums_is_fixed() -> N
 
 
 def test_strided_operands_of_attention_are_copied() -> None:
-    """[B, S, N, D] as BNSD: each of three operands of 2 x 16 x 64 numbers of 2 bytes is read and written first."""
+    """[B, S, N, D] as BNSD: each of three operands of 2 x 16 x 64 numbers of 2 bytes is transposed first."""
     q = bf16(1, 16, 2, 64).transpose(1, 2)
     with Seen() as seen:
         attend(q, q, q)
-    assert seen.ran[:3] == [("Contiguous", 2 * 2048 * 2)] * 3
+    assert seen.ran[:3] == [("Transpose", 2 * 2048 * 2)] * 3
     assert len(seen.ran) == 4
 
 

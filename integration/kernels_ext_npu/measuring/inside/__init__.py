@@ -9,15 +9,20 @@ from torch._ops import OpOverload
 
 from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.measuring.inside import (  # noqa: F401  their rows
+    activations,
     attention,
     comparisons,
     copies,
     creation,
+    experts,
     indexing,
     lists,
+    losses,
+    norms,
     pointwise,
     products,
     reductions,
+    updates,
 )
 from kernels_ext_npu.measuring.inside.strided import contiguous, view_copy
 from kernels_ext_npu.measuring.inside.table import ROWS, Call, Kernel, Row

@@ -147,6 +147,20 @@ def _packed(size: int, before: int, ends_on: str = "host", trains: bool = True) 
     return [out.detach(), *gradients], [expected.detach(), *expected_gradients]
 
 
+def _added_twice() -> Pair:
+    """Add many rows to few places, twice while torch asks for determinism: a number that differs becomes one larger."""
+    rows, places = _draw(4096, 64, dtype=torch.float32), torch.arange(4096) * 7 % 13
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        zeros = torch.zeros(13, 64, device="npu")
+        first, second = (zeros.index_add(0, places.to("npu"), rows.to("npu")) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+    exact = torch.zeros(13, 64, dtype=torch.float64).index_add(0, places, rows.double())
+    return [torch.where(first == second, first, first + 1)], [exact]
+
+
 LIMITS = (
     Limit("npu_mrope, 42 heads of 128", lambda: _rotated_together(42), OLDEST),
     Limit("npu_mrope, 43 heads of 128", lambda: _rotated_together(43), (8, 5)),
@@ -165,6 +179,7 @@ LIMITS = (
     Limit("npu_rms_norm, a weight in float32", lambda: _normed(torch.float32), (8, 3)),
     Limit("npu_fast_gelu, launched", lambda: _fast_gelu(captured=False), OLDEST),
     Limit("npu_fast_gelu, captured", lambda: _fast_gelu(captured=True), (8, 5)),
+    Limit("index_add_, twice, deterministic", _added_twice, OLDEST),
     Limit("packed attention, a head of 512", lambda: _packed(512, 1), OLDEST),
     Limit("packed attention, a head of 520", lambda: _packed(520, 1), (8, 5)),
     Limit("packed attention, two keys", lambda: _packed(64, 1), OLDEST),

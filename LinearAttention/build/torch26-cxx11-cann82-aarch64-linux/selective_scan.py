@@ -135,7 +135,7 @@ class _SelectiveScan(torch.autograd.Function):
         found: list[Given] = []
         for part, before in reversed(list(zip(_segments(given), around))):
             grads, grad_state = _backward(
-                _of(given, part), ctx.softplus, before[:-1], grad[:, part], grad_state, wanted
+                _of(given, part), ctx.softplus, before[:-1], grad[:, part].contiguous(), grad_state, wanted
             )
             found.insert(0, grads)
         results = (_joined(name, [getattr(one, name) for one in found]) for name in Given._fields)
@@ -218,8 +218,8 @@ def _segments(given: Given) -> Iterator[slice]:
 
 
 def _of(given: Given, part: slice) -> Given:
-    """Return the arguments of a segment."""
-    u, delta, z, b, c = (None if x is None else x[:, part] for x in given[:5])
+    """Return the arguments of a segment, turned once: operators would copy what is strided again and again."""
+    u, delta, z, b, c = (None if x is None else x[:, part].contiguous() for x in given[:5])
     return Given(u, delta, z, b, c, *given[5:])  # type: ignore[arg-type]
 
 

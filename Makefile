@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDI
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
 # a release of transformers that is beyond the ranges of pyproject.toml, and what of the tests is run with it
-NEXT := transformers==5.23.0
+NEXT := transformers==5.24.0
 NEXT_TESTS := tests/integration/test_names_of_others.py $(addprefix tests/integration/,binding matching patterns swaps) \
 	$(addprefix tests/flash_attention/test_attention_,masks.py models.py) tests/rope/test_rope_layers.py
 NEXT_RANKS := $(addprefix tests/distributed/test_,parallel_styles.py split_sequences.py) \

@@ -109,7 +109,7 @@ def _fingerprint(
         if tree is None or set(inner.__code__.co_freevars) - {"__class__"}:
             return None
         found = tuple([ast.unparse(decorator).partition("(")[0] for decorator in tree.decorator_list])
-        if found not in ((), under, decorators if each is function else ()):
+        if not (set(found) <= set(under) or (each is function and found == decorators)):
             return None
         counted = sorted(name for name in under if name not in uncounted)
         texts.append(f"{counted} {_normalised(tree, inner, cls, functions, by_name)}")

@@ -208,6 +208,8 @@ def preprocess(
     if not (is_standing_in or NPU_FLASH_ATTENTION.is_named_by(config)):
         return original(*given, position_ids, *args, **kwargs)
     is_done, mask, _, *sizes = original(*given, None, *args, **kwargs)
+    if is_done and mask is None and not isinstance(attention_mask, Tensor):
+        mask = attention_mask  # a description, with a paged cache, for which transformers 5.24 wants no mask
     packed = None
     if split_sequences.exchanges_keys() and not is_done:  # a mask that is made in both directions asks for no sequences
         mask = context_parallel.sequences(inputs_embeds, position_ids, attention_mask)

@@ -13,7 +13,7 @@ from .caller_masks import described, of_the_caller
 from .chosen_keys import left_out_beside
 from .description import MaskDescription
 from .in_graphs import attend_packed_in_graph, stays_whole
-from .lengths import ends_of, in_other_sequences, read_together, sequences_of
+from .lengths import ends_of, in_other_sequences, sequences_of
 from .limits import of_one_dtype
 from .masks import is_without_padding
 from .options import CAUSAL, FULL, Band, Options, Sequences
@@ -82,8 +82,6 @@ def attention_forward(
     if kwargs.get("block_indices") is not None:
         raise ValueError("attention_forward: block_indices are not supported, choose the implementation 'sdpa'")
     if cache is not None:
-        if isinstance(cu_seq_lens_k, dict) and _says_no_more_than_distances(attention_mask):  # of all kinds of layers
-            read_together(cu_seq_lens_q, *cu_seq_lens_k.values())
         kwargs["cu_seq_lens_k"] = cu_seq_lens_k
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
         cu_seq_lens_k = kwargs["cu_seq_lens_k"]

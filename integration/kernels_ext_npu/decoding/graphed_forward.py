@@ -58,11 +58,12 @@ class GraphedForward:
         name, cache = named
         inputs |= {name: inputs[name][..., -1:] for name in OF_TOKENS if isinstance(inputs.get(name), Tensor)}
         leaves, tree = pytree.tree_flatten({key: value for key, value in inputs.items() if value is not cache})
+        leaves = [_computed(leaf) for leaf in leaves]
         key = id(cache), python_state.phase(cache), tree, tuple(map(_description, leaves))
         step = self._steps.setdefault(key, _Step(self._model, name, cache))
         if step.graph is None and not step.is_settled:
             self._refuse_ever_new_shapes(inputs)
-            return step.warm_up(inputs)
+            return step.warm_up(pytree.tree_unflatten(leaves, tree) | {name: cache})
         self._unserved.clear()
         if step.graph is None:
             self._pool = self._pool or torch.get_device_module("npu").graph_pool_handle()
@@ -154,6 +155,11 @@ def place(error: BaseException) -> str:
 def _decodes_one_token(inputs: dict[str, Any]) -> bool:
     tokens = next((inputs[name] for name in TOKENS if inputs.get(name) is not None), None)
     return tokens is not None and tokens.shape[1] == 1
+
+
+def _computed(leaf: Any) -> Any:
+    """Return the mask that is described: generate of transformers 5.24 hands descriptions on, anew in each step."""
+    return leaf.mask() if hasattr(type(leaf), "mask") else leaf
 
 
 def _description(leaf: Any) -> object:

@@ -150,11 +150,11 @@ def gradients_of_head(
         if found is None:
             found = F.linear(hidden_states, part.weight, part.bias)
         gradient.write(found, found)
-        others = found.gather(1, part.inside)
+        others, places = found.gather(1, part.inside), one_word.places(part.inside)
         if d_hidden is not None:
-            one_word.write(found, part.inside, others.masked_fill(part.is_inside, 0))
+            one_word.write(found, places, others.masked_fill(part.is_inside, 0))
             d_hidden.add_(found @ part.weight)
-        one_word.write(found, part.inside, torch.where(part.is_inside, gradient.at_label.to(found.dtype), others))
+        one_word.write(found, places, torch.where(part.is_inside, gradient.at_label.to(found.dtype), others))
         if d_weight is not None:
             torch.mm(found.t(), signed, out=d_weight[part.words])
         if d_bias is not None:

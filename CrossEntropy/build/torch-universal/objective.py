@@ -70,17 +70,10 @@ class Objective:
         """
         return torch.add(x, shift) if self.takes_logits_as_they_are else self.logits(x).add_(shift)
 
-    def log_probs(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``z - lse``, ``[N, W]``, and ``lse``, its ``log Σ exp z``, ``[N, 1]``, of what the head gives, ``x``.
-
-        ``logsumexp`` would pass three times over logits in float32, and write a copy of them: CANN's ops-math,
-        math/reduce_log_sum_exp, aclnn_logsumexp.cpp. ``log_softmax`` takes it off every word in one launch. The word
-        with the largest logit tells how much that was: it is finite where any is, and loses least to rounding.
-        """
-        log_probs = torch.log_softmax(z, -1)
-        largest, word = (x.max if self.logit_scale > 0 else x.min)(-1, keepdim=True)
-        largest = self.logits(largest)
-        return log_probs, torch.where(largest.isinf(), largest, largest - log_probs.gather(-1, word))
+    def largest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest ``z`` of each row of what the head gives, ``[N, W]``, and its word: ``[N, 1]`` each."""
+        found, word = (x.max if self.logit_scale > 0 else x.min)(-1, keepdim=True)
+        return self.logits(found), word
 
     def at_labels(self, x: Tensor, labels: Tensor) -> Tensor:
         """Return ``z`` at labels ``[N, 1]`` of what the head gives, ``[N, W]``: ``[N]``."""
@@ -93,14 +86,16 @@ class Objective:
             x: what the head gives, ``[N, W]``.
             labels: ``[N, 1]``, in ``[0, W)``.
         """
-        lse, total = [], []
+        largest, word = self.largest(x)
+        found, total = [], []
         for rows in pieces.of_rows(x.shape[0], pieces.for_statistics(*x.shape)):
             z = self.read(x[rows])
-            lse.append(self.log_probs(x[rows], z)[1])
+            found.append(torch.log_softmax(z, -1).gather(1, word[rows]))
             if self.label_smoothing:
                 total.append(z.sum(-1))
             del z
-        return torch.cat(lse).squeeze(-1), self.at_labels(x, labels), torch.cat(total) if total else None
+        lse = log_sum_exp(largest, torch.cat(found)).squeeze(-1)
+        return lse, self.at_labels(x, labels), torch.cat(total) if total else None
 
     def loss(self, lse: Tensor, picked: Tensor, total: Tensor | None, words: int) -> Tensor:
         """Return the loss of each row ``[N]``.
@@ -189,6 +184,16 @@ class Gradient:
             found.sub_(self.shared)
         z.div_(objective.softcap).square_()
         return found.addcmul_(found, z, value=-1)
+
+
+def log_sum_exp(largest: Tensor, log_prob: Tensor) -> Tensor:
+    """Return ``log Σ exp z`` of rows from their largest ``z`` and what ``log_softmax`` has made of it.
+
+    ``logsumexp`` passes three times over logits in float32, and writes a copy of them: CANN's ops-math,
+    math/reduce_log_sum_exp, aclnn_logsumexp.cpp. ``log_softmax`` takes it off every word in one launch. The largest is
+    finite where any is, and loses least to rounding.
+    """
+    return torch.where(largest.isinf(), largest, largest - log_prob)
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:

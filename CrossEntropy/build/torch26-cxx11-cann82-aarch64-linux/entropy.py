@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from . import in_torch, pieces
 from .derivatives import by_formula, gradients
 from .linear import cut, gradients_of_head
-from .objective import Gradient, Objective
+from .objective import Gradient, Objective, log_sum_exp
 
 
 class LinearCrossEntropyWithEntropy(torch.autograd.Function):
@@ -119,7 +119,7 @@ class _GradientOfBoth(Gradient):
         else:
             z = self.objective.logits(x)
             bend, d = torch.div(z, self.objective.softcap).square_(), z.add_(self.shift)
-        found = (d * self.rate).add_(self.constant).mul_(d.exp_())
+        found = torch.addcmul(self.constant, d, self.rate).mul_(d.exp_())
         return found if bend is None else found.addcmul_(found, bend, value=-1)
 
 
@@ -139,10 +139,11 @@ def _gradient(
 
 def _lse_and_entropy(x: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
     """Return ``log Σ exp z`` and the entropy of what the head gives, ``[N, W]``: ``[N]`` each."""
-    lse, entropies = [], []
+    largest, word = objective.largest(x)
+    found, entropies = [], []
     for rows in pieces.of_rows(x.shape[0], pieces.for_statistics(*x.shape)):
-        log_probs, found = objective.log_probs(x[rows], objective.read(x[rows]))
-        lse.append(found.squeeze(-1))
+        log_probs = torch.log_softmax(objective.read(x[rows]), -1)
+        found.append(log_probs.gather(1, word[rows]))
         entropies.append(-log_probs.mul_(log_probs.exp()).sum(-1))
         del log_probs
-    return torch.cat(lse), torch.cat(entropies)
+    return log_sum_exp(largest, torch.cat(found)).squeeze(-1), torch.cat(entropies)

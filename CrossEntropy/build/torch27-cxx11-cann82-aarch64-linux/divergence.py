@@ -95,11 +95,11 @@ class Divergence:
         return Statistics(*(torch.cat(each) for each in zip(*found)))
 
     def _overwrite(self, x: Tensor, y: Tensor, unit: Tensor, known: Statistics | None) -> Statistics:
-        z = self.student.read(x)
+        z = self.student.logits(x)
         bend = None if self.student.softcap is None else torch.div(z, self.student.softcap).square_()
-        s, lse = _log_probs(self.student, x, z, known and known.lse)
+        s, lse = _log_probs(z, known and known.lse)
+        t, teacher_lse = _log_probs(self.teacher.logits(y), known and known.teacher_lse)
         del z
-        t, teacher_lse = _log_probs(self.teacher, y, self.teacher.read(y), known and known.teacher_lse)
         u, p = t - s, s.exp_()
         if self.is_mixed:
             if self.beta != 0.5:
@@ -122,6 +122,9 @@ class Divergence:
         return known
 
 
-def _log_probs(objective: Objective, x: Tensor, z: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the log probabilities of some words, and ``log Σ exp`` of all, which these are where it is not known."""
-    return objective.log_probs(x, z) if lse is None else (torch.sub(z, lse), lse)
+def _log_probs(z: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the log probabilities of some words, and ``log Σ exp`` of all, which ``z`` is where it is not known."""
+    if lse is not None:
+        return z.sub_(lse), lse
+    found = torch.log_softmax(z, -1)  # in one launch; what it took off is the same for all words
+    return found, z[:, :1] - found[:, :1]

@@ -30,17 +30,6 @@ def _index_copy(call: Call) -> Iterable[Kernel]:
     yield Kernel("Transpose", 2 * whole)
 
 
-@row(
-    "scatter_update_",
-    source="ops-nn index/scatter/op_host/op_api/aclnn_scatter_update.cpp 8.5.0:131-167, op_api/ 9.1.0:133-168; ops-math "
-    "conversion/contiguous/op_host/op_api/contiguous.cpp 9.1.0:693-701; op-plugin ScatterUpdateKernelNpuOpApi.cpp",
-)
-def _scatter_update(call: Call) -> Iterable[Kernel]:
-    """One Scatter, which moves the new elements alone: ``l0op::ViewCopy`` behind it makes what it writes to the tensor
-    itself."""
-    yield call.main("Scatter", 2 * nbytes(call.tensor("updates")) + nbytes(call.tensor("indices")))
-
-
 one_kernel(
     "embedding",
     kernel="GatherV2",

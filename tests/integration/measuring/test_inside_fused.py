@@ -256,6 +256,14 @@ def test_gradients_of_permutations_read_what_they_need() -> None:
     ]
 
 
+def test_rows_that_are_handed_out_for_a_gradient_do_not_move() -> None:
+    """16 rows of 32 numbers become 8 tokens, by indices of 4 bytes and weights of 2, whichever operator that calls."""
+    rows, weights, order = bf16(16, 32).requires_grad_(), bf16(8, 2), torch.arange(16, device="npu").int()
+    with Seen() as seen:
+        torch.ops.npu.npu_moe_token_unpermute(rows, order, weights)
+    assert seen.ran == [("MoeTokenUnpermute", (16 + 8) * 32 * 2 + 16 * 4 + 16 * 2)]
+
+
 def test_scores_of_all_experts_are_written_where_they_are_asked_for() -> None:
     """4 rows of 256 scores of 4 bytes: 8 weights and 8 indices each, and all scores, or not."""
     x = torch.ones(4, 256, device="npu")

@@ -46,7 +46,7 @@ GRADIENT = 6 + 8 + 6  # float32 of a sum with 16 bits, its exponential in place,
         (of_head, 4096, {"is_frozen": True}, 2 * PRODUCT + SUMS + SOFTMAX),
         (of_head, 4096, {"z_loss": 1e-4}, 3 * PRODUCT + SUMS + GRADIENT),
         (of_head, 16_384, {}, 3 * PRODUCT + SUMS + GRADIENT),  # of these some logits are computed, and written, twice
-        (of_entropy, 4096, {}, 3 * PRODUCT + (SUMS + 8 + 12 + 4) + (6 + 12 + 8 + 12 + 6)),
+        (of_entropy, 4096, {}, 3 * PRODUCT + (SUMS + 8 + 12 + 4) + (GRADIENT + 8 + 12)),
         (of_logits, 4096, {}, SUMS + GRADIENT + 4),  # and the sign of what arrives, in 16 bits
     ],
 )
@@ -56,8 +56,8 @@ def test_a_logit_moves_as_many_bytes_as_its_passes_take(
 ) -> None:
     """In bfloat16, to 1%; hidden states are short, so that they and the weight are a few hundredths of a logit.
 
-    On CANN 9.1 an operator has the sums with the logits, where they are those of the head. Of 16,384 tokens half of the
-    pieces are kept: logits of the others are written once more.
+    On CANN 9.1 an operator has the sums with the logits, where they are those of the head. Of 16,384 tokens three of
+    eight pieces are kept: logits of the others are written once more. Entropies multiply twice, before and behind.
     """
     monkeypatch.setattr(import_module(f"{kernel.__name__}.head"), "CANN", cann)
     if cann == (9, 1) and loss is of_head:
@@ -103,12 +103,13 @@ def test_no_call_over_logits_hides_a_pass(kernel: ModuleType, monkeypatch, optio
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pieces", [None, 3])
 def test_words_that_are_left_out_change_nothing_for_the_others(kernel: ModuleType, dtype, pieces) -> None:
-    """Of a bias that is -inf for all words of a piece, for the last word of each, and for a label: as if they were not.
+    """Of a bias that is -inf for all words of a piece, and for the last word of the others: as if they were not there.
 
-    To the rounding of sums in float32 in another order, and of the gradients: the others' logits are the same.
+    To the rounding of sums in float32 in another order, and of the gradients: the others' logits are the same. They are
+    up to 10 in size, with steps of 2^-20 in float32.
     """
     drawn, left_out = draw(24, 300, 8, seed=3, bias=True, ignored=0.0), torch.zeros(300, dtype=torch.bool)
-    left_out[128:256] = left_out[127] = left_out[299] = True
+    left_out[100:200] = left_out[99] = left_out[299] = True  # of three pieces of 100
     words = (~left_out).nonzero().squeeze(1)
     labels = words[drawn.labels % len(words)]
     results = []
@@ -121,7 +122,7 @@ def test_words_that_are_left_out_change_nothing_for_the_others(kernel: ModuleTyp
         rows.sum().backward()
         results.append([t.detach().cpu().double() for t in (rows, own[0].grad, own[1].grad)])
     (rows, d_hidden, d_weight), (fewer, d_fewer, d_weight_fewer) = results
-    eps = torch.finfo(dtype).eps
+    eps = max(torch.finfo(dtype).eps, 2**-21)
     assert (rows - fewer).abs().max() <= 2**-20 * fewer.abs().max()
     assert (d_hidden - d_fewer).abs().max() <= 2 * eps * d_fewer.abs().max()
     assert (d_weight[words] - d_weight_fewer).abs().max() <= 2 * eps * d_weight_fewer.abs().max()

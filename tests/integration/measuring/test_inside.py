@@ -300,3 +300,7 @@ def test_a_convolution_lays_its_tensors_out_anew() -> None:
     assert runs(lambda: torch.nn.functional.conv1d(tensor, weight, groups=16)) == [
         ("TransData", 2 * 640), ("TransData", 128 + 2048), ("Conv2D", 640 + 2048 + 544), ("TransData", 2 * 544)
     ]  # fmt: skip
+
+
+def test_nothing_of_cann_runs_for_tensors_of_the_host() -> None:
+    assert runs(lambda: torch.ones(8, 16).ne(-100))[-1] == ("ne", 512 + 128)

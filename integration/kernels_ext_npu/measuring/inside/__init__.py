@@ -65,6 +65,8 @@ def inside(operator: OpOverload, args: tuple, kwargs: dict, result: Any, moved: 
     """
     name = name_of(operator)
     found = ROWS.get(name) or ROWS.get(name.rstrip("_"))
+    if all(tensor.device.type == "cpu" for tensor in tensors((args, kwargs, result))):
+        return Inside((Kernel(name, moved, is_main=True),))  # the host's
     if found is None:
         return Inside((Kernel(name, moved, is_main=True),), is_read=False)
     call = Call(name, arguments(operator, args, kwargs), tensors(result), moved, cann)

@@ -58,6 +58,15 @@ def inference(shapes=SEVERAL, heads: int = 4, layout: str = "BNSD", **options):
     return torch_npu.npu_fused_infer_attention_score(*tensors, num_heads=heads, input_layout=layout, **options)
 
 
+def latent(heads: int = 32, queries: int = 1, layout: str = "BNSD", dtype: torch.dtype = torch.bfloat16, **options):
+    """In pages, which every release takes."""
+    sizes = (2, queries, heads) if layout.startswith("BSND") else (2, heads, queries)
+    pages, given = half(3, 1, 16, 512), {"block_table": int32(2, 1), "block_size": 16, "actual_seq_lengths_kv": [7, 9]}
+    given |= {"query_rope": half(*sizes, 64).to(dtype), "key_rope": half(3, 1, 16, 64), "num_key_value_heads": 1}
+    options = {"num_heads": heads, "input_layout": layout} | given | options
+    return torch_npu.npu_fused_infer_attention_score(half(*sizes, 512), pages, pages, **options)
+
+
 def joined(**options):
     column = npu(1, 2, 5, 8)
     given = {f"{when}_{name}": column for when in ("prev", "cur") for name in ("softmax_max", "softmax_sum")}
@@ -226,6 +235,12 @@ ATTENTION = [
     (lambda: inference(layout="BNSD_SBH"), "input_layout must be one of"),
     (lambda: inference(query_rope=half(2, 4, 3, 64)), "given together"),
     (lambda: inference(heads=8, num_key_value_heads=8), "must have 8 heads"),
+    (lambda: latent(48), r"1, 2, 4, \.\.\. 128 heads and one of key, got 48, 1"),
+    (lambda: latent(dtype=torch.float32), "query, query_rope, key_rope"),
+    (lambda: latent(layout="BSND_BNSD"), "takes the layouts"),
+    (lambda: latent(queries=3, sparse_mode=1, atten_mask=HIDDEN), "1, 2, 4"),
+    (lambda: latent(atten_mask=HIDDEN), "no mask of two dimensions"),
+    (lambda: latent(softmax_lse_flag=True), "no softmax_lse_flag"),
     (lambda: inference([(1, 4, 3, 24)] * 3), "by 16"),
     (lambda: inference([(5, 4, 32)] * 3, layout="TND", actual_seq_lengths=[5], actual_seq_lengths_kv=[5]), "take head"),
     (lambda: inference([(5, 4, 64)] * 3, layout="TND"), "cumulative lengths"),

@@ -182,6 +182,6 @@ def _first_decays(gates: Gates) -> Tensor:
 
 
 def _pairs(x: Tensor, size: int) -> Tensor:
-    """View in ``[..., W, W]`` what second halves of b tokens have with the first ones before them, ``[..., b, b, P]``."""
+    """View in ``[..., W, W]`` what second halves of b tokens have with first ones before them, ``[..., b, b, P]``."""
     halves = x.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))
     return halves[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2)

@@ -5,12 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from torch._ops import OpOverload
 
 from kernels_ext_npu.measuring.distance import tensors
-from kernels_ext_npu.measuring.inside import indexing, products  # noqa: F401  their rows
-from kernels_ext_npu.measuring.inside.table import ROWS, Call, Kernel, Row, nbytes
+from kernels_ext_npu.measuring.inside import (  # noqa: F401  their rows
+    activations,
+    attention,
+    comparisons,
+    copies,
+    creation,
+    experts,
+    indexing,
+    lists,
+    losses,
+    norms,
+    pointwise,
+    products,
+    reductions,
+    updates,
+)
+from kernels_ext_npu.measuring.inside.strided import contiguous, view_copy
+from kernels_ext_npu.measuring.inside.table import ROWS, Call, Kernel, Row
 from kernels_ext_npu.measuring.products import arguments, name_of
 
 
@@ -50,6 +65,8 @@ def inside(operator: OpOverload, args: tuple, kwargs: dict, result: Any, moved: 
     """
     name = name_of(operator)
     found = ROWS.get(name) or ROWS.get(name.rstrip("_"))
+    if all(tensor.device.type == "cpu" for tensor in tensors((args, kwargs, result))):
+        return Inside((Kernel(name, moved, is_main=True),))  # the host's
     if found is None:
         return Inside((Kernel(name, moved, is_main=True),), is_read=False)
     call = Call(name, arguments(operator, args, kwargs), tensors(result), moved, cann)
@@ -58,27 +75,16 @@ def inside(operator: OpOverload, args: tuple, kwargs: dict, result: Any, moved: 
 
 
 def _copies(operator: OpOverload, call: Call, found: Row) -> tuple[list[Kernel], list[Kernel]]:
-    """Return the copies of operands that do not lie as the kernel wants them, and of results back to where they lie.
-
-    CANN's ops-math, conversion/contiguous/op_host/op_api/contiguous.cpp: a slice, a transpose or a broadcast into the
-    workspace, one kernel each; ``l0op::ViewCopy`` writes back.
-    """
-    before, after = [], []
+    """Return the copies of operands that do not lie as the kernel wants them, and of results back to where they lie."""
+    before: list[Kernel] = []
+    after: list[Kernel] = []
     for argument in operator._schema.arguments:
         for operand in tensors(call.given.get(argument.name)):
             if operand.is_contiguous() or not operand.numel() or found.reads_in_place(operand):
                 continue
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if not argument.is_out:
-                before.append(Kernel("Contiguous", _held(operand) + nbytes(operand), workspace=nbytes(operand)))
+                before.extend(contiguous(operand))
             if is_written:
-                after.append(Kernel("ViewCopy", 2 * nbytes(operand)))
+                after.append(view_copy(operand))
     return before, after
-
-
-def _held(operand: Tensor) -> int:
-    """Return the bytes that a tensor has in memory: along dimensions that are expanded one element for all."""
-    elements = 1
-    for size, stride in zip(operand.shape, operand.stride()):
-        elements *= 1 if stride == 0 else size
-    return elements * operand.element_size()

@@ -77,7 +77,8 @@ class Row:
 
     Attributes:
         operators: their names, without namespace and overload; ``add`` stands for ``add_`` too.
-        kernels: gives the kernels of a call with contiguous operands, exactly one of them the main one.
+        kernels: gives the kernels of a call with contiguous operands. One of them is the main one, or several that are
+            products of equal size.
         source: what was read: a repository of CANN or op-plugin, a path in it, and lines by branch.
         reads_in_place: of strided operands, which the kernel takes as they lie; the others are copied before it.
     """

@@ -231,11 +231,10 @@ FAULTS = (
         "return torch.ops.npu.npu_linear_backward(grad, x, weight)\n",
         "return tuple(1.01 * each for each in torch.ops.npu.npu_linear_backward(grad, x, weight))\n",
     ),
-    _more("Linear", "adapters.py", "what an adapter adds", "scale)", "left, right, alpha={}"),
+    _more("Linear", "adapters.py", "what an adapter adds", "torch.mm(left, right))\n", "total.add_({}"),
     _more("Linear", "adapted.py", "the gradient of its first factor", "scaled_product(d_small.t(), ", "d_a = {}"),
     _more("Linear", "mixed.py", "a product that casts nothing large", "torch.sum(parts, 1, ", "return {}"),
     _more("Linear", "mixed.py", "a gradient that casts nothing large", "torch.sum(parts, 0, ", "return {}"),
-    _more("Linear", "mixed.py", "what is added without a cast", "scale)", "alpha={}"),
     Fault(
         "Linear",
         "masks.py",

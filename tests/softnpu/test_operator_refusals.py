@@ -290,6 +290,12 @@ LOSSES_AND_LAYOUTS = [
     (lambda: torch_npu.npu_one_hot(K, 0, 3), "npu_one_hot: num_classes"),
     (lambda: torch_npu.npu_scatter_nd_update(npu(4, 5), index([4], [4]), npu(2, 5)), "inside of"),
     (lambda: torch_npu.npu_scatter_nd_update(npu(4, 5), index([0], [0]), npu(4, 5)), "updates must be"),
+    (lambda: torch_npu.scatter_update(npu(2, 4, 8), index(3, 3), npu(2, 2, 8), -2), "updates must be inside of"),
+    (lambda: torch_npu.scatter_update(npu(2, 4, 8), index(3), npu(2, 1, 8), -2), r"indices must be \[2\]"),
+    (lambda: torch_npu.scatter_update(npu(2, 4, 8), index(3, 3), npu(2, 1, 4), -2), "as data but for"),
+    (lambda: torch_npu.scatter_update(npu(2, 4, 8), index(3, 3), npu(2, 1, 8), 0), "axis must be"),
+    (lambda: torch_npu.scatter_update(npu(2, 4, 6), index(3, 3), npu(2, 4, 1), -1), "a multiple of 32 bytes"),
+    (lambda: torch_npu.scatter_update(npu(2, 4, 8), index(0, 0), npu(2, 0, 8), -2), "must not be empty"),
     (lambda: torch_npu.npu_top_k_top_p(npu(4, 5), P, K * 6), r"npu_top_k_top_p: k must be in \[1, 5\]"),
     (lambda: torch_npu.npu_top_k_top_p(npu(4, 5), P * 2, K), r"p must be in \[0, 1\]"),
     (lambda: torch_npu.npu_scaled_masked_softmax(npu(4, 5), npu(4, 5).bool()), "32 to 4096"),
@@ -327,4 +333,4 @@ TABLES = (ACTIVATIONS_AND_NORMS, GATED_UNITS, ROTATIONS, ATTENTION, LOSSES_AND_L
 def test_what_the_device_refuses_is_refused_with_the_rule(call, rule: str) -> None:
     with pytest.raises((RuntimeError, NotImplementedError), match=rule) as refusal:
         call()
-    assert re.search("npu_|batch_norm_", str(refusal.value))
+    assert re.search("npu_|batch_norm_|scatter_update", str(refusal.value))

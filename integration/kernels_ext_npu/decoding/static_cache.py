@@ -1,8 +1,8 @@
-"""Write one token into a static cache, and move nothing else: without a copy of the cache, or a number of the host.
+"""Write tokens into a static cache, and move nothing else of it: without a copy of it, or a number of the host.
 
 ``index_copy_`` along the positions of a cache ``[B, N, S, D]``, which transformers calls, transposes the whole cache
-before it writes and back behind it: CANN's ops-nn, index/scatter_update/op_host/op_api/aclnn_index_copy.cpp. As rows
-``[B * N * S, D]`` it takes ``npu_scatter_nd_update_``, which writes in place (index/scatter_nd_update, likewise).
+before it writes and back behind it: CANN's ops-nn, index/scatter_update/op_host/op_api/aclnn_index_copy.cpp.
+``scatter_update_`` writes in place (index/scatter, likewise).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _READ = {
     "ee4886d3398efef610b76c1e6a8e30e642bd15b6e3c3365ab532efdfd38c8965",
     "e292f922e791d7160e09319d1078485767d16317957675238959bdf90408016b",
 }
-_WRITTEN = (torch.float16, torch.bfloat16, torch.float32)  # what the operator takes, of what models compute in
+_WRITTEN = (torch.float16, torch.bfloat16, torch.float32)  # what both operators take, of what models compute in
 
 
 def install(patches: Patches) -> None:
-    """Let layers of static caches take one token anew."""
+    """Let layers of static caches take tokens anew."""
     for cls in (StaticLayer, StaticSlidingWindowLayer):
         patches.method(cls, "update", _update, registration.is_active)
     if hasattr(cache_utils, "StaticIndexedLayer"):
@@ -43,65 +43,70 @@ def install(patches: Patches) -> None:
 def _update(
     original: Callable, self: StaticLayer, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    """Write a token: the number of tokens is the place of the next one, until it is added to.
+    """Write tokens: the number of those before them is their place, until it is added to.
 
-    A window that is full moves on by one: transformers' masks go by the order of what is in it.
+    A window that is full moves on by a token: transformers' masks go by the order of what is in it. More tokens than
+    there is room for are transformers'.
     """
-    if not (self.is_initialized and _is_one_token(original, key_states, value_states)):
+    if not (self.is_initialized and _are_written(original, key_states, value_states)):
         return original(self, key_states, value_states, *args, **kwargs)
     caches: Any = self.keys, self.values
-    is_full = False
+    count = key_states.shape[-2]
     if isinstance(self, StaticSlidingWindowLayer):
         is_full = self.cumulative_length_int >= self.max_cache_len
-        self.cumulative_length_int += 1
-    if is_full:
-        for cache, states in zip(caches, (key_states, value_states)):
-            cache[:, :, :-1].copy_(cache[:, :, 1:].clone())
-            cache[:, :, -1:].copy_(states)
-    else:
-        _write(self, self.cumulative_length, *zip(caches, (key_states, value_states)))
+        if count > 1 and self.cumulative_length_int + count > self.max_cache_len:
+            return original(self, key_states, value_states, *args, **kwargs)
+        self.cumulative_length_int += count
+        if is_full:
+            for cache, states in zip(caches, (key_states, value_states)):
+                cache[:, :, :-1].copy_(cache[:, :, 1:].clone())
+                cache[:, :, -1:].copy_(states)
+            return caches
+    _write(self.cumulative_length, count, *zip(caches, (key_states, value_states)))
     return caches
 
 
 def _update_indexer(original: Callable, self: Any, indexer_key_states: Tensor) -> Tensor:
-    """Write the key ``[B, 1, D]`` of a token for an indexer."""
-    if not (self.is_indexer_initialized and _is_one_token(original, indexer_key_states)):
+    """Write the keys ``[B, T, D]`` of tokens for an indexer."""
+    if not (self.is_indexer_initialized and _are_written(original, indexer_key_states)):
         return original(self, indexer_key_states)
-    _write(self, self.indexer_cumulative_length, (self.indexer_keys, indexer_key_states))
+    count = indexer_key_states.shape[-2]
+    _write(self.indexer_cumulative_length, count, (self.indexer_keys, indexer_key_states))
     return self.indexer_keys
 
 
-def _is_one_token(original: Callable, *states: Tensor) -> bool:
-    """Tell whether states are of one token, and of such a kind that it is written by the operator."""
-    return not torch.compiler.is_compiling() and _was_read(original) and all(map(_is_written, states))
+def _are_written(original: Callable, *states: Tensor) -> bool:
+    """Tell whether tokens are written by operators of torch_npu, which have no derivative; in a graph one token alone."""
+    if torch.compiler.is_compiling() or not _was_read(original):
+        return False
+    if not all(each.device.type == "npu" and each.dtype in _WRITTEN for each in states):
+        return False
+    needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in states)
+    return not needs_gradient and (states[0].shape[-2] == 1 or not torch.npu.is_current_stream_capturing())
 
 
-def _is_written(states: Tensor) -> bool:
-    needs_gradient = torch.is_grad_enabled() and states.requires_grad  # the operator has no derivative
-    return states.shape[-2] == 1 and states.device.type == "npu" and states.dtype in _WRITTEN and not needs_gradient
+def _write(length: Any, count: int, *written: tuple[Tensor, Tensor]) -> None:
+    """Write states of so many tokens behind those that caches hold, and count them.
 
-
-def _write(layer: Any, length: Any, *written: tuple[Tensor, Tensor]) -> None:
-    """Write states of a token behind those that caches of one form hold, and count it.
+    In a graph it is ``npu_scatter_nd_update_`` that writes, as in those of vLLM, a row for each sequence and head: one
+    of CANN 9.0 that held ``scatter_update_`` is reported to have failed when it was replayed.
 
     Args:
-        layer: whose caches they are.
         length: how many tokens they hold, a tensor.
-        written: each cache ``[..., S, D]``, with the states ``[..., 1, D]``.
+        count: how many come.
+        written: each cache ``[B, ..., S, D]``, with the states ``[B, ..., T, D]``.
     """
-    rows = (_first_rows(layer, written[0][0]) + length).unsqueeze(1)
+    is_captured = torch.npu.is_current_stream_capturing()
     for cache, states in written:
-        size = cache.shape[-1]
-        torch.ops.npu.npu_scatter_nd_update_(cache.view(-1, size), rows, states.reshape(-1, size))
-    length.add_(1)
-
-
-def _first_rows(layer: Any, cache: Tensor) -> Tensor:
-    """Return in which rows of a cache the first tokens of its sequences and heads are; made once for a layer."""
-    made, sequences, room = vars(layer).setdefault("_first_rows", {}), cache[..., 0, 0].numel(), cache.shape[-2]
-    if sequences not in made:
-        made[sequences] = torch.arange(0, sequences * room, room, device=cache.device)
-    return made[sequences]
+        if not states.numel():  # values that a model makes of its keys, such as Mistral Large 4's
+            continue
+        if is_captured:
+            rows = cache.view(-1, cache.shape[-1])
+            places = torch.arange(0, len(rows), cache.shape[-2], device=rows.device).add_(length)
+            torch.ops.npu.npu_scatter_nd_update_(rows, places.unsqueeze(1), states.reshape(-1, states.shape[-1]))
+        else:
+            torch.ops.npu.scatter_update_(cache, length.expand(len(cache)), states, -2)
+    length.add_(count)
 
 
 @functools.cache

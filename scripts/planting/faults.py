@@ -173,7 +173,18 @@ FAULTS = (
         "def _launch(\n",
     ),
     _more("FlashAttention", "in_graphs.py", "packed attention in a graph", "launch(*padded(", "    result = {}"),
-    _more("FlashAttention", "decoding.py", "attention of one token", "torch.ops.npu.npu_fused_infer_attention_score("),
+    _more(
+        "FlashAttention",
+        "decoding.py",
+        "attention of one token",
+        "torch.ops.npu.npu_fused_infer_attention_score(\n        query,\n        key,",
+    ),
+    _more(
+        "FlashAttention",
+        "decoding.py",
+        "attention of one token to latents",
+        "torch.ops.npu.npu_fused_infer_attention_score(\n        query,\n        latents,",
+    ),
     _more(
         "FlashAttention",
         "chosen_keys.py",

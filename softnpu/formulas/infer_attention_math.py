@@ -90,8 +90,8 @@ class InferAttention:
         require(given[0] == given[1], operator, "query_rope and key_rope are given together or not at all")
         if self.query_rope is not None and self.key_rope is not None:
             require(self.pse is None, operator, "query_rope takes no pse")
-            dtypes = {(d, d, d) for d in (float16, bfloat16)}
-            require_dtypes(operator, dtypes, query=query, query_rope=self.query_rope, key_rope=self.key_rope)
+            ropes = {"query_rope": self.query_rope, "key_rope": self.key_rope}
+            require_dtypes(operator, {(d, d, d) for d in (float16, bfloat16)}, query=query, **ropes)
         elif self.heads // self.kv_heads > 64:
             require(False, operator, f"at most 64 heads share one of key, got {self.heads // self.kv_heads}")
         if self.sink is not None:

@@ -26,7 +26,9 @@ def keys_of_a_padded_prompt(kernel: ModuleType) -> None:
 
 
 def attention_to_chosen_keys(kernel: ModuleType, name: str, size: int) -> None:
-    q, latents, rope = drawn((BATCH, QUERIES, 4, size + 64), (BATCH, KEYS, size), (BATCH, KEYS, 64), dtype=torch.bfloat16)
+    q, latents, rope = drawn(
+        (BATCH, QUERIES, 4, size + 64), (BATCH, KEYS, size), (BATCH, KEYS, 64), dtype=torch.bfloat16
+    )
     indices = torch.arange(COUNT, dtype=torch.int32).expand(BATCH, QUERIES, -1).npu()
     kernel.attend_chosen(q.npu(), latents.npu(), rope.npu(), indices, masks(kernel)[name][0], 0.1)
 

@@ -14,7 +14,7 @@ BATCH, KEYS = 2, 700  # more than one block of the operator's, which is 512 keys
 LATENT, ROTATED = 512, 64
 SCALE = 0.05
 MODULE = SimpleNamespace(is_causal=True)
-# weights, which add up to one, and the result are rounded to the dtype; values are of size one, of which they are means
+# weights and the result are rounded to the dtype, of which the errors of weights add up as what they weigh does
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 OPERATOR = "npu_fused_infer_attention_score"
 
@@ -87,7 +87,7 @@ def test_one_query_reads_latents_as_they_lie(kernel: ModuleType, which: str, hea
     assert found.is_contiguous()
     assert found.dtype == dtype
     expected = exact(*tensors, seen)
-    assert (found.cpu().double() - expected).abs().max() <= 2 * ROUNDING[dtype] * expected.abs().max().clamp(min=1)
+    assert (found.cpu().double() - expected).abs().max() <= 2 * ROUNDING[dtype] * expected.abs().max()
 
 
 def test_latents_are_no_further_from_float64_than_copies_of_them(kernel: ModuleType) -> None:
@@ -129,7 +129,7 @@ def test_what_the_operator_does_not_take_is_computed_all_the_same(kernel: Module
     seen = torch.ones(queries, 9, dtype=torch.bool).tril(9 - queries)
     expected = exact(*tensors, seen)
     rounding = ROUNDING.get(found.dtype, 2.0**-20)
-    assert (found.cpu().double() - expected).abs().max() <= 4 * rounding * expected.abs().max().clamp(min=1)
+    assert (found.cpu().double() - expected).abs().max() <= 4 * rounding * expected.abs().max()
 
 
 @pytest.mark.parametrize("leaf", range(4))

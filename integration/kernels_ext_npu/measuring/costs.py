@@ -120,12 +120,9 @@ def bytes_of(values: Any) -> int:
 def _unread(name: str, args: tuple, kwargs: dict, given: list[torch.Tensor]) -> int:
     """Return the bytes of tensors that an operator takes or gives, and leaves where they are.
 
-    It picks some elements of a tensor, such as the rows of an embedding, or takes its shape alone. Gradients of
-    permutations take the shape of tokens alone, and those of rotations read what was rotated for the gradients of
-    cos and sin, which they make where these need one: op-plugin, op_plugin_functions.yaml and
-    RotaryMulBackwardKernelNpuOpApi.cpp. In products by groups no row is multiplied with the weights of experts
-    without a token. Tokens are taken to be routed to one expert after the other. Of sparse attention these are the
-    keys that no query chose, less those that are read for several.
+    It picks some elements of a tensor, such as the rows of an embedding, or takes its shape alone. In products by
+    groups no row is multiplied with the weights of experts without a token. Tokens are taken to be routed to one expert
+    after the other. Of sparse attention these are the keys that no query chose, less those that are read for several.
     """
     if name == "npu_sparse_flash_attention":
         every = args[1], args[2], kwargs["key_rope"]
@@ -140,10 +137,8 @@ def _unread(name: str, args: tuple, kwargs: dict, given: list[torch.Tensor]) -> 
         return bytes_of(args[1:2])
     if name in LIKE:
         return bytes_of(args)
-    if name in OVERWRITING or name == "npu_moe_token_permute_grad":
+    if name in OVERWRITING:
         return bytes_of(args[:1])
-    if name == "npu_rotary_mul_backward":
-        return 0 if any(table.requires_grad for table in args[2:4]) else bytes_of(args[1:2]) + bytes_of(given[1:])
     if name == "_grouped_mm" and args[0].dim() != args[1].dim():
         weight, rows = (args[1], len(args[0])) if args[1].dim() == 3 else (args[0], args[1].shape[1])
     elif name == "npu_grouped_matmul" and (len(args[1]) > 1 or args[1][0].dim() == 3):

@@ -60,7 +60,7 @@ class Counting(Cost):
         """Add the least time of the kernels of a call, and of its product alone."""
         counts = self._counts
         counts.flops[name] += multiplied
-        share = multiplied / sum(kernel.is_main for kernel in runs.kernels)
+        share = multiplied / max(1, sum(kernel.is_main for kernel in runs.kernels))  # products of equal size
         for kernel in runs.kernels:
             least = seconds(self.soc, share if kernel.is_main else 0, dtype, kernel.moved)
             counts.seconds[name] += least

@@ -9,15 +9,20 @@ from torch._ops import OpOverload
 
 from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.measuring.inside import (  # noqa: F401  their rows
+    activations,
     attention,
     comparisons,
     copies,
     creation,
+    experts,
     indexing,
     lists,
+    losses,
+    norms,
     pointwise,
     products,
     reductions,
+    updates,
 )
 from kernels_ext_npu.measuring.inside.strided import contiguous, view_copy
 from kernels_ext_npu.measuring.inside.table import ROWS, Call, Kernel, Row
@@ -60,6 +65,8 @@ def inside(operator: OpOverload, args: tuple, kwargs: dict, result: Any, moved: 
     """
     name = name_of(operator)
     found = ROWS.get(name) or ROWS.get(name.rstrip("_"))
+    if all(tensor.device.type == "cpu" for tensor in tensors((args, kwargs, result))):
+        return Inside((Kernel(name, moved, is_main=True),))  # the host's
     if found is None:
         return Inside((Kernel(name, moved, is_main=True),), is_read=False)
     call = Call(name, arguments(operator, args, kwargs), tensors(result), moved, cann)

@@ -61,16 +61,17 @@ def _shape(given: dict[str, Any]) -> Shape:
     "FlashAttentionV2KernelNpuOpApi.cpp, `dropout_gen_mask`",
 )
 def _forward(call: Call) -> Iterable[Kernel]:
-    """FlashAttentionScore. Before it queries, keys and values are padded where the width of a head is no multiple of 16,
-    or of 128 from 196 on, but for 448; values also where their heads are narrower than those of up to 1,024 keys; the
-    result is cut then. Of ``BSND``, ``BSH`` and ``SBH`` all are transposed, and the result back, where more than 65,535
-    elements lie between two positions. Dropout writes a mask first, of one bit for each pair of a query and a key."""
+    """FlashAttentionScore. Before it queries, keys and values are padded where the width of a head is no multiple of
+    16, or of 128 from 196 on, but for 448; values also where their heads are narrower than those of up to 1,024 keys;
+    the result is cut then. Of ``BSND``, ``BSH`` and ``SBH`` all are transposed, and the result back, where more than
+    65,535 elements lie between two positions. Dropout writes a mask first, of one bit for each pair of a query and a
+    key."""
     given, shape, out = call.given, _shape(call.given), call.result
     query, key, value = (given[name] for name in ("query", "key", "value"))
     mask = 0
     if given["keep_prob"] < 1:
         mask = _pairs(given, shape) // 8
-        yield Kernel("StatelessDropOutGenMask", mask, workspace=mask)
+        yield Kernel("DSAGenBitMask", mask, workspace=mask)
     batch = 1 if shape.layout == "TND" else query.shape[shape.layout.index("B")]
     transposes = shape.stride(shape.heads, _aligned(shape.width), batch) > _LONGEST_STRIDE
     padding, value_padding = _paddings(given, shape, transposes)
@@ -102,24 +103,24 @@ def _forward(call: Call) -> Iterable[Kernel]:
     "9.1.0:1497-1551",
 )
 def _backward(call: Call) -> Iterable[Kernel]:
-    """FlashAttentionScoreGrad. It sums gradients up in float32 in its workspace: zeros are written there, products added
-    at least once, and the sums read to be cast. Before that it reads the result and its gradient for a sum of each row.
-    Narrower values, their gradient and the result are padded to the width of the keys, but for 192 and 128 where the
-    order of sums is free; all is padded where the width is no multiple of 16, or of 128 from 128 on, but for 192 outside
-    of ``TND`` and for multiples of eight in ``TND`` where the order is free; gradients are cut. Transposes are those of
-    the forward. Dropout writes its mask once more."""
+    """FlashAttentionScoreGrad. It sums gradients up in float32 in its workspace: zeros are written there, products
+    added at least once, and the sums read to be cast. Before that it reads the result's gradient once more, for a sum
+    of each row. Narrower values, their gradient and the result are padded to the width of the keys, but for 192 and 128
+    where the order of sums is free; all is padded where the width is no multiple of 16, or of 128 from 128 on, but for
+    192 outside of ``TND`` and for multiples of eight in ``TND`` where the order is free; gradients are cut. Transposes
+    are those of the forward. Dropout writes its mask once more."""
     given, shape = call.given, _shape(call.given)
     query, key, value, dy = (given[name] for name in ("query", "key", "value", "dy"))
-    out = given.get("attention_in")
+    like_values = [tensor for tensor in (value, dy, given["attention_in"]) if tensor is not None]
     rows = dy.numel() // shape.value_width
     mask = 0
     if given["keep_prob"] < 1:
         mask = _pairs(given, shape) // 8
-        yield Kernel("StatelessDropOutGenMask", mask, workspace=mask)
+        yield Kernel("DSAGenBitMask", mask, workspace=mask)
     is_free = not torch.are_deterministic_algorithms_enabled()
     value_width, width = shape.value_width, shape.width
     if value_width != width and not ((width, value_width) == (192, 128) and is_free):
-        for tensor in (value, dy, out):
+        for tensor in like_values:
             size = _wider(tensor, value_width, width)
             yield Kernel("PadV3", nbytes(tensor) + size, workspace=size)
         value_width = width
@@ -128,9 +129,9 @@ def _backward(call: Call) -> Iterable[Kernel]:
     strides = (shape.stride(heads, aligned, batch) for heads in (shape.heads, shape.key_heads))
     transposes = max(strides) > _LONGEST_STRIDE
     pads = aligned != width and _gradient_pads(given, shape, transposes, is_free)
-    inner, value_inner = (aligned, aligned) if pads else (width, value_width)
+    value_inner = aligned if pads else value_width
     narrow = [(query, width, width), (key, width, width)]
-    narrow += [(tensor, shape.value_width, value_width) for tensor in (value, dy, out)]
+    narrow += [(tensor, shape.value_width, value_width) for tensor in like_values]
     sizes = []
     for tensor, own, before in narrow:
         size = _wider(tensor, own, aligned if pads else before)
@@ -140,7 +141,7 @@ def _backward(call: Call) -> Iterable[Kernel]:
             yield Kernel("Transpose", 2 * size, workspace=size)
         sizes.append(size)
     gradients = sizes[:3]
-    larger = sum(sizes) + sum(gradients) - sum(map(nbytes, (query, key, value, dy, out, query, key, value)))
+    larger = sum(sizes) + sum(gradients) - sum(map(nbytes, (query, key, *like_values, query, key, value)))
     sums = 4 * sum(gradients) // query.dtype.itemsize
     again = sizes[3] + 2 * rows * _STATISTICS
     is_cut = pads or value_inner != shape.value_width
@@ -223,8 +224,8 @@ one_kernel(
     "npu_fused_infer_attention_score",
     "npu_fused_infer_attention_score_v2",
     kernel="FusedInferAttentionScore",
-    source="op-plugin FusedInferAttentionScoreKernelNpuOpApi.cpp; ops-transformer attention/fused_infer_attention_score/"
-    "op_host/fused_infer_attention_score_def.cpp (`AutoContiguous`)",
+    source="op-plugin FusedInferAttentionScoreKernelNpuOpApi.cpp; ops-transformer "
+    "attention/fused_infer_attention_score/op_host/fused_infer_attention_score_def.cpp (`AutoContiguous`)",
 )
 one_kernel(
     "npu_lightning_indexer",

@@ -39,8 +39,6 @@ def _copy(call: Call) -> Iterable[Kernel]:
     another one, and a transpose or ViewCopy where the result is strided. Clones and casts of a transposed tensor keep
     its strides: they transpose twice. Copies between host and device are counted as one."""
     source, result = call.tensor("src", "self"), call.result
-    if call.name == "copy_":
-        source = call.tensor("src")
     if "cpu" in (source.device.type, result.device.type) or not result.numel():
         yield call.main("Memcpy")
         return

@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDI
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
 # a release of transformers that is beyond the ranges of pyproject.toml, and what of the tests is run with it
-NEXT := transformers==5.23.0
+NEXT := transformers==5.24.0
 NEXT_TESTS := tests/integration/test_names_of_others.py $(addprefix tests/integration/,binding matching patterns swaps) \
 	$(addprefix tests/flash_attention/test_attention_,masks.py models.py) tests/rope/test_rope_layers.py
 NEXT_RANKS := $(addprefix tests/distributed/test_,parallel_styles.py split_sequences.py) \
@@ -59,11 +59,13 @@ test-next: $(READY) $(VENV)-next/ready
 	@echo "  FSDP, DDP and tensor parallelism of whole models; of expert parallelism, DeepGEMM's exchange, which is for CUDA"
 	@echo '  the tests that are not among $(or $(ARGS),$(NEXT_TESTS) $(NEXT_RANKS))'
 
-$(VENV)-next/ready: $(READY)
+$(VENV)-next/ready: $(READY) Makefile
 	rm -rf $(VENV)-next
 	cp -al $(VENV) $(VENV)-next
 	$(VENV)-next/bin/python -m pip install -q --disable-pip-version-check --no-deps $(NEXT)
-	sed -i 's/^KERNELS_MIN_VERSION = .*/KERNELS_MIN_VERSION = "0.17.2"/' $(VENV)-next/lib/python3*/site-packages/transformers/utils/import_utils.py
+	cd $(VENV)-next/lib/python3*/site-packages/transformers && \
+		sed -i 's/^KERNELS_MIN_VERSION = .*/KERNELS_MIN_VERSION = "0.17.2"/' utils/import_utils.py && \
+		sed -i 's/^MIN_PEFT_VERSION = .*/MIN_PEFT_VERSION = "0.21.2"/' integrations/peft.py
 	@touch $@
 
 # aarch64 wheels, under qemu where this machine is another one; they stay in a cache

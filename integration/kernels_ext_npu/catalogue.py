@@ -67,7 +67,7 @@ TABLES = _kind(
     RotaryEmbeddingComposedBySections RotaryEmbeddingComposedByType RotaryEmbeddingComposedFloat32
     RotaryEmbeddingFloat32 RotaryEmbeddingHalfWidth RotaryEmbeddingHalfWidthByType RotaryEmbeddingInterleaved
     RotaryEmbeddingLearned RotaryEmbeddingOfAnyType RotaryEmbeddingOfPatches RotaryEmbeddingOfPatchesFloat32
-    RotaryEmbeddingOfRowsByType
+    RotaryEmbeddingOfRowsByType RotaryEmbeddingTrained
     """,
 )
 EXPERTS = _kind("experts", "ClampedExperts FlatExperts GatedMoEBlock MoEExperts ScaledTokensMoEBlock SparseMoEBlock")

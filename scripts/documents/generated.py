@@ -10,12 +10,25 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from documents import DocumentError, coverage, notebook, parallel, ratios, rent, same_numbers, savings, variants, way
+from documents import (
+    DocumentError,
+    coverage,
+    inside,
+    notebook,
+    parallel,
+    ratios,
+    rent,
+    same_numbers,
+    savings,
+    variants,
+    way,
+)
 
 # name -> language, "en" or "zh" -> lines
 PARTS: dict[str, Callable[[str], str]] = {
     "best-known": coverage.best_known,
     "coverage": coverage.summary,
+    "inside": inside.table,
     "ranks": parallel.tables,
     "ratios": ratios.table,
     "rent": rent.table,

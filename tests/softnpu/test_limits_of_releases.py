@@ -104,6 +104,11 @@ CALLS: dict[str, tuple[Callable[[], None], tuple[int, int], str]] = {
         (9, 0),
         "active_num must be all 4 rows",
     ),
+    "experts of equally many rows": (
+        lambda: init(quant_mode=-1, drop_pad_mode=1, expert_capacity=1, active_num=4),
+        (9, 0),
+        "drop_pad_mode currently support 0",
+    ),
     "weights of float32": (
         lambda: unpermute_grad(half(4, 8), half(2, 8), slots(4), npu(2, 2)),
         (9, 0),

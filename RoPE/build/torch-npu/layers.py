@@ -22,6 +22,7 @@ from .embedding import (
     RotaryEmbeddingInterleaved,
     RotaryEmbeddingLearned,
     RotaryEmbeddingOfAnyType,
+    RotaryEmbeddingTrained,
 )
 from .halves import (
     MultimodalRotaryPosEmb,
@@ -78,6 +79,7 @@ __all__ = [
     "RotaryEmbeddingOfPatches",
     "RotaryEmbeddingOfPatchesFloat32",
     "RotaryEmbeddingOfRowsByType",
+    "RotaryEmbeddingTrained",
     "RotaryPosEmb",
     "RotaryPosEmbCastBack",
     "RotaryPosEmbDeinterleaved",

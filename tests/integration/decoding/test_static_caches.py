@@ -1,17 +1,19 @@
-"""Static caches take one token in fewer launches, and hold what transformers' own hold."""
+"""Static caches take one token, and move nothing else of what they hold, which is what transformers' own hold."""
 
 import pytest
 import torch
 from torch import Tensor
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import StaticIndexedLayer, StaticLayer, StaticSlidingWindowLayer
 
 import softnpu
+from kernels_ext_npu.measuring.costs import Cost
 
 ROOM = 6
 
 
-def tokens(count: int, seed: int) -> Tensor:
-    return torch.randn(2, 3, count, 4, generator=torch.Generator().manual_seed(seed))
+def tokens(count: int, seed: int, *shape: int) -> Tensor:
+    shape = shape or (2, 3, count, 4)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def layers(windowed: bool) -> list[StaticLayer]:
@@ -32,16 +34,64 @@ def test_they_hold_what_they_held(registered: None, prompt: int, windowed: bool)
         assert int(ours.cumulative_length) == int(theirs.cumulative_length)
 
 
+def test_keys_and_values_of_other_sizes_and_strides_and_their_order(registered: None) -> None:
+    """Those of latent attention, of one head; states that are a part of what a projection gives; sequences in turn."""
+    theirs, ours = layers(windowed=False)
+    for number, count in enumerate((3, 1, 1)):
+        states = tokens(count, number, 2, count, 1, 8).transpose(1, 2)
+        given = states[..., :5], states[..., 5:]
+        expected = theirs.update(*given)
+        both = states.npu()
+        found = ours.update(both[..., :5], both[..., 5:])
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
+        for layer in (theirs, ours):
+            layer.reorder_cache(torch.tensor([1, 0]))
+
+
+def test_keys_of_indexers_are_written_likewise(registered: None) -> None:
+    theirs, ours = StaticIndexedLayer(32), StaticIndexedLayer(32)
+    for number, count in enumerate((4, 1, 1, 2, 1)):
+        states = tokens(count, number, 2, count, 4)
+        with Cost() as cost:
+            found = ours.update_indexer(states.npu())
+        assert torch.equal(found.cpu(), theirs.update_indexer(states))
+        assert cost.launches["index_copy_"] == (count > 1)
+        assert int(ours.indexer_cumulative_length) == int(theirs.indexer_cumulative_length)
+
+
+def test_a_token_that_needs_a_gradient_gets_it(registered: None) -> None:
+    _, layer = layers(windowed=False)
+    layer.update(tokens(2, 0).npu(), tokens(2, 1).npu())
+    states = tokens(1, 2).npu().requires_grad_()
+    keys, _ = layer.update(states, tokens(1, 3).npu())
+    keys.sum().backward()
+    assert torch.equal(states.grad.cpu(), torch.ones(2, 3, 1, 4))
+
+
 @pytest.mark.parametrize(("windowed", "prompt", "launches"), [
-    (False, 4, {"index_copy_": 2, "add_": 1}),
-    (True, 2, {"index_copy_": 2, "add_": 1}),
-    (True, 9, {"cat": 2, "copy_": 2}),
+    (False, 4, {"npu_scatter_nd_update_": 2, "add": 1, "add_": 1}),
+    (True, 2, {"npu_scatter_nd_update_": 2, "add": 1, "add_": 1}),
+    (True, 9, {"clone": 2, "copy_": 4}),
 ])  # fmt: skip
 def test_a_token_takes_few_launches_and_nothing_of_the_host(registered, windowed, prompt, launches) -> None:
     _, layer = layers(windowed)
     given = tokens(prompt, 0).npu()
     layer.update(given, given)
+    if not windowed or prompt < ROOM:
+        layer.update(tokens(1, 3).npu(), tokens(1, 4).npu())  # what is made once
     keys, values = tokens(1, 1).npu(), tokens(1, 2).npu()
     softnpu.reset_counters()
     layer.update(keys, values)
     assert softnpu.counters() == launches | {"stream_syncs": 0, "device_to_host_copies": 0}
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_a_token_moves_no_cache(registered, windowed) -> None:
+    """On the device, with what operators do inside: the token, its places and its number, however long the cache is."""
+    _, layer = layers(windowed)
+    layer.update(tokens(2, 0).npu(), tokens(2, 1).npu())
+    layer.update(tokens(1, 0).npu(), tokens(1, 1).npu())
+    keys, values = tokens(1, 2).npu(), tokens(1, 3).npu()
+    with Cost() as cost:
+        layer.update(keys, values)
+    assert cost.moved < 4 * keys.nbytes + 400 < layer.keys.nbytes

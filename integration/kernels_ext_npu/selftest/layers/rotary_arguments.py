@@ -65,7 +65,7 @@ def embedding(cls: type[nn.Module], by_type: bool, rope_type: str = "default", s
     assert reference is not None
     section = getattr(reference.original, "mrope_section", (4, 4, 4))
     module.mrope_section = dict.fromkeys(LAYER_TYPES, section) if by_type else section
-    if reference.layers == ("RotaryEmbeddingLearned",):
+    if reference.layers in (("RotaryEmbeddingLearned",), ("RotaryEmbeddingTrained",)):
         module.register_buffer("alpha", torch.linspace(-1, 1, 12))
     if not by_type:
         module.register_buffer("inv_freq", frequencies, persistent=False)

@@ -43,5 +43,5 @@ class CrossEntropy(torch.autograd.Function):
                 torch.mul(d_rows, sign[rows], out=d_logits[rows])
             else:  # the other way round the product would be written in 32 bits, before its cast
                 d_logits[rows].copy_(d_rows).mul_(sign[rows])
-        one_word.write(d_logits, one_word.places(inside), gradient.at_label.to(sign.dtype) * sign)
+        one_word.write(d_logits, one_word.places(inside), (gradient.at_label * gradient.sign).to(logits.dtype))
         return d_logits, None, None

@@ -150,8 +150,8 @@ def _carried(level: _Level) -> _Carried:
     """Compute what takes the decays of a level to those of the next one."""
     first, second = (x.contiguous() for x in level.whole.unflatten(1, (-1, 2)).unbind(2))
     one, other = torch.eye(2, dtype=first.dtype, device=first.device).unsqueeze(-1).unbind()
-    later = torch.addcmul(one, first.unsqueeze(2), other)  # 1, and the decay
-    earlier = torch.addcmul(other, second.unsqueeze(2), one)
+    later = torch.addcmul(one, other, first.unsqueeze(2))  # 1, and the decay
+    earlier = torch.addcmul(other, one, second.unsqueeze(2))
     return _Carried(later[:, :, :, None, None], earlier[:, :, :, None], first * second)
 
 
@@ -182,6 +182,6 @@ def _first_decays(gates: Gates) -> Tensor:
 
 
 def _pairs(x: Tensor, size: int) -> Tensor:
-    """View what second halves of b tokens have with the first halves before them in ``[..., W, W]``: ``[..., b, b, P]``."""
+    """View in ``[..., W, W]`` what second halves of b tokens have with first ones before them, ``[..., b, b, P]``."""
     halves = x.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))
     return halves[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2)

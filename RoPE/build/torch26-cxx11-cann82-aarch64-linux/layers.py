@@ -57,6 +57,7 @@ from .interleaved import (
     RotaryPosEmbInterleavedTail,
     RotaryPosEmbPairwise,
     VisionRotaryEmbComplex,
+    VisionRotaryPosEmbPairwise,
 )
 
 __all__ = [
@@ -106,5 +107,6 @@ __all__ = [
     "RotaryPosEmbTablesInFloat32",
     "VisionRotaryEmbComplex",
     "VisionRotaryPosEmb",
+    "VisionRotaryPosEmbPairwise",
     "VisionRotaryPosEmbPartial",
 ]

@@ -40,12 +40,17 @@ one_kernel(
     source="op-plugin MoeFinalizeRoutingV2KernelNpuOpApi.cpp; ops-transformer moe/moe_finalize_routing_v2/op_host/"
     "moe_finalize_routing_v2_def.cpp",
 )
-one_kernel(
+
+
+@row(
     "npu_moe_token_unpermute",
-    kernel="MoeTokenUnpermute",
+    "_npu_moe_token_unpermute",
     source="op-plugin op_plugin_functions.yaml; ops-transformer moe/moe_token_unpermute/op_host/op_api/"
     "aclnn_moe_token_unpermute.cpp 9.1.0:90-117",
 )
+def _unpermute(call: Call) -> Iterable[Kernel]:
+    """MoeTokenUnpermute. The second result, of the name with an underscore, is what it was given."""
+    yield call.main("MoeTokenUnpermute", call.moved - sum(map(nbytes, call.results[1:])))
 
 
 @row(
@@ -85,6 +90,7 @@ def _sorting(call: Call, kernel: str, indices: int) -> Iterable[Kernel]:
 
 @row(
     "npu_moe_token_permute_grad",
+    "npu_moe_token_permute_grad_v2",
     source="op-plugin op_plugin_functions.yaml, `npu_moe_token_permute_grad`; ops-transformer "
     "moe/moe_token_permute_grad/op_host/op_api/aclnn_moe_token_permute_grad.cpp 9.1.0:80-94",
 )
@@ -96,6 +102,7 @@ def _permute_grad(call: Call) -> Iterable[Kernel]:
 
 @row(
     "npu_moe_token_unpermute_grad",
+    "npu_moe_token_unpermute_grad_v2",
     source="op-plugin op_plugin_functions.yaml; ops-transformer moe/moe_token_unpermute_grad/op_kernel/"
     "moe_token_unpermute_grad_prob_none.h and moe_token_unpermute_grad_prob_not_none.h",
 )
@@ -103,5 +110,6 @@ def _unpermute_grad(call: Call) -> Iterable[Kernel]:
     """MoeTokenUnpermuteGrad; without probabilities it reads no permuted rows, and writes no gradient of them."""
     unread = 0
     if call.given["probs"] is None:
-        unread = nbytes(call.given["permuted_tokens"]) + sum(map(nbytes, call.results[1:]))
+        permuted = call.given["permuted_tokens"]
+        unread = (0 if permuted is None else nbytes(permuted)) + sum(map(nbytes, call.results[1:]))
     yield call.main("MoeTokenUnpermuteGrad", call.moved - unread)

@@ -15,13 +15,26 @@ from pathlib import Path
 
 import transformers
 
-from documents import DocumentError, coverage, notebook, parallel, ratios, rent, same_numbers, savings, variants, way
+from documents import (
+    DocumentError,
+    coverage,
+    inside,
+    notebook,
+    parallel,
+    ratios,
+    rent,
+    same_numbers,
+    savings,
+    variants,
+    way,
+)
 from kernels_ext_npu.matching.classification import COUNTED
 
 # name -> language, "en" or "zh" -> lines
 PARTS: dict[str, Callable[[str], str]] = {
     "best-known": coverage.best_known,
     "coverage": coverage.summary,
+    "inside": inside.table,
     "ranks": parallel.tables,
     "ratios": ratios.table,
     "rent": rent.table,

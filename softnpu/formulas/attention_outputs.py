@@ -19,7 +19,8 @@ from softnpu.formulas import FORMULAS, formula, formula_of
 from softnpu.formulas import infer_attention_layouts as layouts
 from softnpu.formulas.fusion_attention import npu_fusion_attention_grad_v3, npu_fusion_attention_v3
 from softnpu.formulas.fusion_attention_layouts import to_bnsd
-from softnpu.formulas.fusion_attention_math import STATISTICS, unwritten
+from softnpu.formulas.fusion_attention_math import unwritten
+from softnpu.formulas.fusion_attention_statistics import STATISTICS
 from softnpu.formulas.infer_attention import npu_fused_infer_attention_score, npu_fused_infer_attention_score_v2
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, float32, int64
 
 from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
 from softnpu.formulas import formula
-from softnpu.formulas.fusion_attention_math import STATISTICS
+from softnpu.formulas.fusion_attention_statistics import STATISTICS
 
 
 @formula

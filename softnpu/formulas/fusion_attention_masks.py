@@ -38,12 +38,19 @@ class Masking:
     behind: int
     prefix: list[int] | None
 
-    def require_mode(self, count: int) -> None:
-        """Refuse modes that the layout has not, and prefixes that are not one a batch."""
+    def require_mode(self, count: int, longest: tuple[int, int]) -> None:
+        """Refuse modes that the layout has not, prefixes that are not one a batch, and masks of other sequences.
+
+        The mask of packed sequences is that of the longest queries and keys of the launch.
+        """
         mode, tnd = self.sparse_mode, self.layout == "TND"
         allowed = [m for m in range(9) if (m != PREFIX if tnd else m not in OF_SEQUENCES)]
         rule = f"sparse_mode must be in {allowed} in the layout {self.layout}, got {mode}"
         require(mode in allowed, self.operator, rule)
+        if tnd and self.atten_mask is not None and mode in (DEFAULT_MASK, ALL_MASK):
+            rule = "when input_layout is TND, the supported atten_mask shape is [MaxSq, MaxSkv]"
+            rule += f" = {list(longest)}, got {list(self.atten_mask.shape)}"
+            require(self.atten_mask.shape == longest, self.operator, rule)
         if self.atten_mask is not None and mode in (PREFIX, PREFIX_COMPRESSED):
             given = None if self.prefix is None else len(self.prefix)
             require(given == count, self.operator, f"prefix must have one number for each of {count}, got {given}")

@@ -16,17 +16,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor, float32
+from torch import Tensor
 
 from softnpu import memory_poisoning
 from softnpu.argument_checks import FLOATING, describe, require, require_dtypes, require_values
 from softnpu.cann import require_before
+from softnpu.formulas import fusion_attention_sinks as sinks
 from softnpu.formulas.dropout import drawn, kept
 from softnpu.formulas.fusion_attention_layouts import from_bnsd, join, like_query, sequences, to_bnsd
 from softnpu.formulas.fusion_attention_masks import BAND, BAND_LEFT_UP_CAUSAL, DEFAULT_MASK, Masking
 from softnpu.formulas.fusion_attention_pse import ADD_MULTIPLY, PositionBias
+from softnpu.formulas.fusion_attention_statistics import arrange, columns
 
-STATISTICS = 8  # the maximum and the sum of a row are written eight times
 MOST_SEQUENCES = 1024
 LONGEST = 1_000_000
 
@@ -72,8 +73,9 @@ class Attention:
         """Return the result in the layout of the query, and the maximum and the sum of every row of the softmax."""
         q, k, v = self._enter(query, key, value)
         parts = [self._sequence(i, *tensors) for i, tensors in enumerate(self._sequences(q, k, v))]
-        out, maximum, total = (join(list(column), q.shape[2]) for column in zip(*parts))
-        return from_bnsd(self.layout, out), self._statistics(maximum), self._statistics(total)
+        out, *statistics = (list(column) for column in zip(*parts))
+        maximum, total = (arrange(s, self.layout, self.softmax_layout, q.shape[2]) for s in statistics)
+        return from_bnsd(self.layout, join(out, q.shape[2])), maximum, total
 
     def backward(
         self,
@@ -94,6 +96,8 @@ class Attention:
         q, k, v = self._enter(query, key, value)
         if self.layout == "TND":
             self._require_packed_gradient(query)
+        if self.sink is not None:
+            sinks.require_gradient(self.operator, query)
         if out is None or dy.shape != out.shape:
             given = "nothing" if out is None else describe(out)
             raise RuntimeError(f"{self.operator}: attention_in must have the shape of dy {describe(dy)}, got {given}")
@@ -103,7 +107,9 @@ class Attention:
         dq, dk, dv, dsink = zip(*parts)
         lengths = q.shape[2], k.shape[2], v.shape[2]
         gradients = [from_bnsd(self.layout, join(list(d), n)) for d, n in zip((dq, dk, dv), lengths)]
-        return *gradients, None if self.sink is None else torch.stack(dsink).sum(0)
+        if self.sink is None:
+            return *gradients, None
+        return *gradients, torch.stack(dsink).sum(0) if self._writes_sink(q, k) else unwritten(self.sink)
 
     def weights(self, query: Tensor, key: Tensor) -> int:
         """Count the weights of the softmax, which is the size of the dropout mask."""
@@ -133,18 +139,15 @@ class Attention:
         rule = f"head sizes must be Dq = Dk >= Dv, at most 768, got {q.shape[3]}, {k.shape[3]}, {v.shape[3]}"
         require(768 >= q.shape[3] == k.shape[3] >= v.shape[3] > 0, operator, rule)
         require(k.shape[2] == v.shape[2], operator, "key and value differ in sequence length")
-        for name, tensor, dtypes in (
-            ("atten_mask", self.atten_mask, (torch.bool, torch.uint8)),
-            ("sink", self.sink, (float32,)),
-        ):
-            if tensor is not None:
-                require(tensor.dtype in dtypes, operator, f"{name} must be {dtypes}, got {describe(tensor)}")
+        if self.atten_mask is not None:
+            rule = f"atten_mask must be {(torch.bool, torch.uint8)}, got {describe(self.atten_mask)}"
+            require(self.atten_mask.dtype in (torch.bool, torch.uint8), operator, rule)
         if self.sink is not None:
-            require(self.sink.shape == (n,), operator, f"sink must have the shape [{n}], got {describe(self.sink)}")
+            sinks.require_sink(operator, self.sink, n)
         if varlen:
             self._require_lengths(q.shape[2], k.shape[2])
         lengths = self.lengths or [(q.shape[2], k.shape[2])]
-        self.masking.require_mode(len(lengths) if varlen else q.shape[0])
+        self.masking.require_mode(len(lengths) if varlen else q.shape[0], self._longest(q, k))
         self.bias.require_kind(query.dtype, lengths)
         return [q, k, v]
 
@@ -193,27 +196,24 @@ class Attention:
         counts = [of_keys if i in (1, 2) else of_queries for i in range(len(tensors))]
         return list(zip(*(sequences(tensor, count) for tensor, count in zip(tensors, counts)), strict=True))
 
-    def _statistics(self, column: Tensor) -> Tensor:
-        """Write a column eight times: [B, N, S, 8]; for TND [T, N, 8], by default the same values in the order N, T."""
-        column = column.expand(*column.shape[:3], STATISTICS)
-        if self.layout != "TND":
-            return column.contiguous()
-        n, t = column.shape[1:3]
-        if self.softmax_layout == "TND":
-            return column[0].transpose(0, 1).contiguous()
-        return column[0].contiguous().view(t, n, STATISTICS)
-
     def _column(self, statistics: Tensor, q: Tensor) -> Tensor:
-        """Undo `_statistics`, for a query [B, N, S, D]."""
-        batch, n, t = q.shape[:3]
-        shape = (t, n, STATISTICS) if self.layout == "TND" else (batch, n, t, STATISTICS)
-        rule = f"softmax_max and softmax_sum must be float32 {list(shape)}, got {describe(statistics)}"
-        require(statistics.shape == shape and statistics.dtype == float32, self.operator, rule)
-        if self.layout != "TND":
-            return statistics[..., :1]
-        if self.softmax_layout == "TND":
-            return statistics[..., :1].transpose(0, 1).unsqueeze(0)
-        return statistics.reshape(1, n, t, STATISTICS)[..., :1]
+        """Return one of eight equal values of each row, ``[B, N, S, 1]``."""
+        of_queries = [queries for queries, _ in self.lengths]
+        return columns(self.operator, statistics, self.layout, self.softmax_layout, q, of_queries)
+
+    def _longest(self, q: Tensor, k: Tensor) -> tuple[int, int]:
+        """Return how many queries and keys there are, of packed sequences in the longest."""
+        queries, keys = zip(*(self.lengths or [(q.shape[2], k.shape[2])]))
+        return max(queries), max(keys)
+
+    def _writes_sink(self, q: Tensor, k: Tensor) -> bool:
+        """Tell whether the template that is taken writes the gradient of a sink."""
+        longest = self._longest(q, k)
+        plain = self.keep_prob == 1 and self.pse is None and self.pse_type == ADD_MULTIPLY
+        without = sinks.has_template_without_sink(
+            self.layout, q.shape[3], longest, self.atten_mask, self.sparse_mode, plain
+        )
+        return not without and not sinks.loses_a_piece(len(self.lengths) or q.shape[0], longest)
 
     # ---- one sequence, [B, N, S, D] -------------------------------------------------------------------------------
     def _softmax(self, i: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:

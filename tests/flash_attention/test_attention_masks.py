@@ -137,6 +137,25 @@ def test_attention_sees_what_the_mask_says(kernel: ModuleType, name: str, paddin
         assert (found.detach().cpu().double() - wanted).abs().max() <= 2**-18
 
 
+def test_a_mask_of_packed_sequences_is_that_of_those_of_its_launch(kernel: ModuleType, npu_counters) -> None:
+    """No operator is told of windows that begin at the first query; the longest sequence is in the second launch."""
+    batch, tokens = 1025, 5
+    padding = torch.ones(batch, tokens, dtype=torch.bool)
+    padding[:-1, 1:] = False
+    function = masking_utils.sliding_window_causal_mask_function(3)
+    sizes = {"batch_size": batch, "q_length": tokens, "kv_length": tokens, "q_offset": 0, "mask_function": function}
+    found = kernel.attention_mask(**sizes, attention_mask=padding, device="cpu")
+    tensors = [torch.randn(batch, 1, tokens, 8, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    leaves, exact = ([move(t).requires_grad_() for t in tensors] for move in (Tensor.npu, Tensor.double))
+    out, _ = kernel.attention_forward(Module(), *leaves, found)
+    truth = seen_by(*exact, masking_utils.sdpa_mask(**sizes, attention_mask=padding, allow_is_causal_skip=False))
+    assert npu_counters()["npu_fusion_attention_v3"] == 2
+    out.square().sum().backward()
+    truth.square().sum().backward()
+    for one, wanted in ((out, truth), *((t.grad, e.grad) for t, e in zip(leaves, exact))):
+        assert (one.detach().cpu().double() - wanted).abs().max() <= 2**-18  # float32, sums over up to five rows
+
+
 @pytest.mark.parametrize("padding", ["left", "right", "between"])
 def test_one_row_of_padding_is_that_of_all_sequences(kernel: ModuleType, padding: str) -> None:
     """As a mask of one row is for a batch of more; asked of one sequence before, too."""

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.software
 ROOT = Path(__file__).resolve().parent.parent.parent
 CASES = (
     "tests/softnpu/test_limits_of_releases.py",
+    "tests/softnpu/test_fusion_attention_sinks.py",
     "tests/variants/test_limits.py",
     "tests/variants/test_limits_in_training.py",
 )

@@ -4,6 +4,8 @@ The software device refuses what the release refuses; what is launched is counte
 takes, and no newer one waits for what 8.2 waits for.
 """
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ import softnpu
 RELEASE = tuple(int(part) for part in torch.version.cann.split(".")[:2])
 # op-plugin 7.1.0 sums over no groups, whatever CANN it is on
 SUMS_GROUPS = RELEASE >= (8, 3) and hasattr(torch.ops.npu, "npu_moe_token_permute_grad")
+GRADIENT_OF_ATTENTION = torch.ops.npu.npu_fusion_attention_grad.default._schema.arguments
+TAKES_SINKS = RELEASE >= (8, 5) and any(argument.name == "sink" for argument in GRADIENT_OF_ATTENTION)
 ONE_ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of sums in float32
 
 
@@ -134,3 +138,72 @@ def test_zero_centred_norms_train_on_every_release(kernels) -> None:
         results.append([leaf.grad for leaf in leaves])
     for one, truth in zip(*results):
         assert_close(one, truth, ONE_ROUNDING[torch.bfloat16])
+
+
+# ---- sinks ----------------------------------------------------------------------------------------------------------
+@pytest.fixture(params=["", "option", "switch"])
+def deterministic(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Tells the kernel, or torch, or nobody."""
+    torch.use_deterministic_algorithms(request.param == "switch")
+    yield request.param == "option"
+    torch.use_deterministic_algorithms(False)
+
+
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, lengths: list[int], window: int | None) -> Tensor:
+    """Compute causal attention of packed sequences, ``[T, N, D]``, with one more score of each row."""
+    parts = []
+    for one, keys, values in zip(*(t.split(lengths) for t in (q, k, v))):
+        scores = torch.einsum("qnd,knd->nqk", one, keys) * 64**-0.5
+        distance = torch.arange(len(one)).unsqueeze(1) - torch.arange(len(one))
+        seen = (distance >= 0) & (distance <= (len(one) if window is None else window))
+        scores = torch.cat([scores.masked_fill(~seen, -torch.inf), sinks.view(-1, 1, 1).expand(-1, len(one), 1)], -1)
+        parts.append(torch.einsum("nqk,knd->qnd", scores.softmax(-1)[..., :-1], values))
+    return torch.cat(parts)
+
+
+@pytest.mark.filterwarnings("ignore:flash_attention. attention with sinks is computed in torch")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 3], ids=["causal", "sliding"])
+@pytest.mark.parametrize("layout", ["packed", "tokens first", "heads first"])
+def test_sinks_train_on_every_release(kernels, layout, window, dtype, deterministic) -> None:
+    attention, lengths = kernels["FlashAttention"], [5, 2, 6] if layout == "packed" else [13]
+    tensors = [randn(13, 4, 64, seed=i, dtype=dtype) for i in range(4)]
+    sinks = randn(4, seed=4, dtype=dtype)
+    options = {"causal": True, "window_size": (-1 if window is None else window, 0), "deterministic": deterministic}
+
+    exact = [tensor.double().requires_grad_() for tensor in (*tensors[:3], sinks)]
+    with_sinks(*exact, lengths, window).backward(tensors[3].double())
+    leaves = [tensor.npu().requires_grad_() for tensor in (*tensors[:3], sinks)]
+    softnpu.reset_counters()
+    if layout == "packed":
+        ends = [0, 5, 7, 13]
+        found = attention.flash_attn_varlen_func(*leaves[:3], ends, ends, s_aux=leaves[3], **options)
+    else:
+        first = layout == "heads first"
+        given = [t.transpose(0, 1).contiguous().transpose(0, 1) if first else t for t in leaves[:3]]
+        found = attention.flash_attn_func(*(t.unsqueeze(0) for t in given), s_aux=leaves[3], **options)[0]
+    found.backward(tensors[3].npu())
+
+    gradients = launched("npu_fusion_attention_grad") + launched("npu_fusion_attention_grad_v3")
+    assert gradients == int(TAKES_SINKS)
+    # a result of values about one is rounded once, its gradient has two more products; sums over 13 rows
+    for one, leaf in zip(leaves, exact):
+        assert_close(one.grad, leaf.grad, 8 * ONE_ROUNDING[dtype])
+
+
+@pytest.mark.filterwarnings("ignore:flash_attention. attention with sinks is computed in torch")
+def test_no_sum_of_a_sink_is_lost_however_many_blocks_there_are(kernels) -> None:
+    """1,024 sequences, the longest of two blocks of 256 queries and of keys, are what a release loses the sums of."""
+    lengths = [1] * 1023 + [300]
+    tensors = [randn(sum(lengths), 1, 64, seed=i, dtype=torch.bfloat16) for i in range(3)]
+    sinks, ends = randn(1, seed=3), [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    results = []
+    for fit in (Tensor.npu, Tensor.double):
+        leaf, (q, k, v) = fit(sinks).requires_grad_(), map(fit, tensors)
+        if fit is Tensor.npu:
+            out = kernels["FlashAttention"].flash_attn_varlen_func(q, k, v, ends, ends, causal=True, s_aux=leaf)
+        else:
+            out = with_sinks(q, k, v, leaf, lengths, None)
+        out.square().sum().backward()
+        results.append(leaf.grad)
+    assert_close(*results, 4 * ONE_ROUNDING[torch.bfloat16])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .autograd_node import launch_differentiable
 from .lengths import ends_of, require_within
 from .limits import LONGEST, MOST_SEQUENCES, fits_packed_gradient, is_fused, padded
-from .operators import launch, sparsity_of, takes_tensors
+from .operators import sparsity_of, takes_tensors
 from .options import Band, Options
 
 
@@ -86,6 +87,6 @@ def attend_packed_in_graph(
     tokens, size = query.shape[0], value.shape[2]
     ends = _ends_operator(cumulative, tokens)
     sparsity = sparsity_of(band, tokens, tokens, query)
-    result = launch(*padded(query, key, value), "TND", sparsity, options, ends, ends)[..., :size]
+    result = launch_differentiable(*padded(query, key, value), "TND", sparsity, options, ends, ends)[..., :size]
     behind = torch.arange(tokens, device=query.device) >= cumulative[-1]
     return result.masked_fill(behind[:, None, None], 0.0)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .autograd_node import launch_differentiable
 from .decoding import decode, is_decoding
-from .deterministic import launch_deterministic
 from .in_torch import attend_in_torch, attend_packed_in_torch
 from .limits import LONGEST, MOST_SEQUENCES, fits_packed_gradient, is_fused, is_fused_packed, padded
-from .operators import Sparsity, launch, refuses_sinks, sparsity_of
+from .operators import refuses_sinks, sparsity_of
 from .options import Band, Options, Sequences
 
 
@@ -42,7 +42,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tensor, optio
         seen = _whole(seen, query, key)
     sparsity = sparsity_of(seen, query.shape[2], key.shape[2], query)
     try:
-        result = _launch_one(*arguments, layout, sparsity, options)
+        result = launch_differentiable(*arguments, layout, sparsity, options)
     except RuntimeError as error:
         if options.sink is None or not refuses_sinks(error):
             raise
@@ -94,30 +94,23 @@ def attend_packed(
     return result if used == total else F.pad(result, (0, 0, 0, 0, 0, total - used))
 
 
-def _launch_one(
-    query: Tensor, key: Tensor, value: Tensor, layout: str, sparsity: Sparsity, options: Options, *ends: tuple[int, ...]
-) -> Tensor:
-    needs_care = options.deterministic and not torch.are_deterministic_algorithms_enabled()
-    function = launch_deterministic if needs_care and torch.is_grad_enabled() else launch
-    return function(query, key, value, layout, sparsity, options, *ends)
-
-
 def _launch_packed(
     query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, seen: Band | Tensor, options: Options
 ) -> Tensor:
     """Launch once for as many sequences as the operator takes."""
     size, sequences = value.shape[2], sequences.without_empty()
     query, key, value = padded(query, key, value)
-    longest = (max(lengths) for lengths in zip(*sequences.lengths()))
-    sparsity = sparsity_of(seen, *longest, query)
     parts, start, key_start = [], 0, 0
     for first in range(0, len(sequences.ends), MOST_SEQUENCES):
         ends, key_ends = (ends[first : first + MOST_SEQUENCES] for ends in sequences)
         end, key_end = ends[-1], key_ends[-1]
         if end > start:
             some = _part(query, start, end), *(_part(tensor, key_start, key_end) for tensor in (key, value))
-            shifted = tuple(e - start for e in ends), tuple(e - key_start for e in key_ends)
-            parts.append(_launch_one(*some, "TND", sparsity, options, *shifted))
+            shifted = Sequences(tuple(e - start for e in ends), tuple(e - key_start for e in key_ends))
+            longest, key_longest = (max(lengths) for lengths in zip(*shifted.lengths()))
+            of_these = seen[:longest, :key_longest] if isinstance(seen, Tensor) else seen
+            sparsity = sparsity_of(of_these, longest, key_longest, query)
+            parts.append(launch_differentiable(*some, "TND", sparsity, options, *shifted))
         start, key_start = end, key_end
     result = parts[0] if len(parts) == 1 else torch.cat(parts)
     return result[..., :size].contiguous() if result.shape[-1] > size else result

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .attention import attend, attend_packed
 from .caller_masks import described, of_the_caller
 from .chosen_keys import left_out_beside
+from .decoding import Rotated, decode_latents, is_decoding_latents
 from .description import MaskDescription
 from .in_graphs import attend_packed_in_graph, stays_whole
 from .lengths import ends_of, in_other_sequences, sequences_of
@@ -45,6 +46,7 @@ def attention_forward(
     cu_seq_lens_k: Tensor | dict[str, Tensor] | None = None,
     cache: Any = None,
     indices: Tensor | None = None,
+    rotated: tuple[Tensor, Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of a module of transformers.
@@ -70,6 +72,8 @@ def attention_forward(
         cache: the paged cache of continuous batching, where the module leaves it to its attention to read that.
         indices: ``[B, S_q, k]``, the keys that a query sees of those that the mask leaves it, each once; all of them
             where they are as many as there are keys.
+        rotated: ``[B, N, S_q, R_r]`` and ``[B, N_k, S_k, R_r]``, the rest of each query and key: of latents the part
+            that is rotated, which lies apart from them in a cache. ``scaling`` has to be given with it.
         kwargs: what other implementations take, and where a paged cache reads and writes.
 
     Returns:
@@ -118,7 +122,14 @@ def attention_forward(
     else:
         seen = band
     options = Options(scale, dropout, s_aux, softcap or 0.0, bias=position_bias)
-    if indices is not None and indices.shape[-1] < key.shape[2]:
+    are_chosen = indices is not None and indices.shape[-1] < key.shape[2]
+    if rotated is not None:
+        rest = Rotated(*of_one_dtype(*rotated))
+        _check_rotated(rest, query, key)
+        if not are_chosen and is_decoding_latents(query, key, value, rest, seen, options):
+            return decode_latents(query, key, rest, seen, options), None
+        query, key = (torch.cat(parts, dim=-1) for parts in ((query, rest.query), (key, rest.key)))
+    if are_chosen:
         return _attend_chosen(query, key, value, indices, seen, attention_mask, options), None
     if isinstance(seen, (Packing, _Lengths)):
         return _attend_packing(query, key, value, seen, options), None
@@ -146,6 +157,15 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     if not (query.dtype is key.dtype is value.dtype and query.device == key.device == value.device):
         found = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in (query, key, value))
         raise ValueError(f"attention_forward: query, key and value must have one dtype and device, got {found}")
+
+
+def _check_rotated(rotated: Rotated, query: Tensor, key: Tensor) -> None:
+    """Raise what :func:`attention_forward` says of a rotated part that is not one of its query and key."""
+    pairs = (rotated.query, query), (rotated.key, key)
+    like = all(t.shape[:-1] == of.shape[:-1] and (t.dtype, t.device) == (of.dtype, of.device) for t, of in pairs)
+    if not like or rotated.query.shape[-1] != rotated.key.shape[-1]:
+        found = " and ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in rotated)
+        raise ValueError(f"attention_forward: rotated must be the rest of each query and key, got {found}")
 
 
 def _band(query: Tensor, key: Tensor, causal: bool, sliding_window: int | None) -> Band:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -93,7 +93,7 @@ def launch(
     ends: tuple[int, ...] | Tensor | None = None,
     key_ends: tuple[int, ...] | Tensor | None = None,
 ) -> Tensor:
-    """Launch the newest version that the release has, differentiable.
+    """Launch the newest version that the release has, differentiated by torch_npu.
 
     Args:
         query: in the layout ``BNSD``, ``BSND`` or ``TND``.
@@ -109,32 +109,49 @@ def launch(
     Returns:
         The result in the layout of the query, with the head size of the value.
     """
+    return run(query, key, value, layout, sparsity, options, ends, key_ends)[0]
+
+
+def run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: str,
+    sparsity: Sparsity,
+    options: Options,
+    ends: tuple[int, ...] | Tensor | None = None,
+    key_ends: tuple[int, ...] | Tensor | None = None,
+    statistics: str = "",
+) -> tuple[Any, ...]:
+    """Return all that :func:`launch` computes: also the maximum and the sum of each row, and the seed of the dropout.
+
+    With a sink these can be asked for in the order ``TND``; otherwise the rows of a packed sequence lie head by head.
+    """
     heads = query.shape[2 if layout == "BSND" else 1]
     sink = None if options.sink is None else options.sink.float()
     mask, mode, before, behind, inner = sparsity
     scale, keep = options.scale, 1.0 - options.dropout
     # fmt: off
     if takes_tensors():
-        q_ends, k_ends = (_on_host(e) if isinstance(e, tuple) else e for e in (ends, key_ends))
         return torch.ops.npu.npu_fusion_attention_v3(
-            query, key, value, heads, layout, None, None, mask, scale, keep, before, behind, inner, None, q_ends,
-            k_ends, mode, sink=sink,
-        )[0]
+            query, key, value, heads, layout, None, None, mask, scale, keep, before, behind, inner, None, on_host(ends),
+            on_host(key_ends), mode, softmax_layout=statistics, sink=sink,
+        )
     if sink is None:
         return torch.ops.npu.npu_fusion_attention(
             query, key, value, heads, layout, None, None, mask, scale, keep, before, behind, inner, None, ends,
             key_ends, mode,
-        )[0]
+        )
     return torch.ops.npu.npu_fusion_attention(
         query, key, value, heads, layout, None, None, mask, scale, keep, before, behind, inner, None, ends, key_ends,
-        mode, sink=sink,
-    )[0]
+        mode, softmax_layout=statistics, sink=sink,
+    )
     # fmt: on
 
 
-def _on_host(ends: tuple[int, ...]) -> Tensor:
+def on_host(ends: tuple[int, ...] | Tensor | None) -> Tensor | None:
     """Return lengths as the operators take them, wherever tensors are made by default."""
-    return torch.tensor(ends, dtype=torch.int64, device="cpu")
+    return torch.tensor(ends, dtype=torch.int64, device="cpu") if isinstance(ends, tuple) else ends
 
 
 def takes_tensors() -> bool:
@@ -148,6 +165,8 @@ def takes_sinks() -> bool:
         not _refused
         and has_parameter("npu_fusion_attention", "sink")
         and has_parameter("npu_fusion_attention_grad", "sink")
+        and has_parameter("npu_fusion_attention", "softmax_layout")
+        and has_parameter("npu_fusion_attention_grad", "softmax_layout")
     )
 
 

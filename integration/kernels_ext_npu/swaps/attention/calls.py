@@ -237,7 +237,11 @@ def _attend(
         return chosen.attend_chosen(kernel.attend_chosen, query, attention_mask, *options)
     forward = kernel.attention_forward
     if (few := latents.of_few_queries(query, key, value, kwargs)) is not None:
-        return few.attend(lambda *tensors: forward(module, *tensors, attention_mask, *args, **kwargs)[0], query)
+
+        def on_latents(few_queries: Tensor, keys: Tensor, values: Tensor, rotated: tuple[Tensor, Tensor]) -> Tensor:
+            return forward(module, few_queries, keys, values, attention_mask, *args, **kwargs, rotated=rotated)[0]
+
+        return few.attend(on_latents, query)
     key, value = latents.expanded(key), latents.expanded(value)
     return forward(module, query, key, value, attention_mask, *args, **kwargs)[0]
 
@@ -275,4 +279,5 @@ def _sequences(positions: Tensor) -> Tensor:
 
     transformers 5.22.2, masking_utils.py, ``find_packed_sequence_indices``.
     """
-    return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    begins = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
+    return begins.cumsum(-1, dtype=torch.int32)  # CANN sums int64 on an AI CPU

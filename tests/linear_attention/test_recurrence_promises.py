@@ -70,8 +70,8 @@ each_recurrence = pytest.mark.parametrize("name", CHUNKED)
 def test_a_chunk_more_is_a_product_and_a_sum_more_in_each_direction_and_nothing_waits(
     kernel: ModuleType, name: str
 ) -> None:
-    """Nor is anything left to the host or the scalar cores; a selective scan has its product alone."""
-    case, launches, more = CHUNKED[name], {}, 1 if name == "scan" else 2
+    """Nor is anything left to the host or the scalar cores; recurrences without keys have one of both."""
+    case, launches, more = CHUNKED[name], {}, 2 if "gates" in name else 1
     for chunks in (2, 5):
         leaves = case.leaves(case.chunk * chunks)
         softnpu.reset_counters()

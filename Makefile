@@ -5,17 +5,14 @@ KERNELS ?= $(patsubst %/build.toml,%,$(wildcard */build.toml))
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+comma := ,
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 # kernels with bytecode beside them are not published; elsewhere it is written, or each process would compile torch anew
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(CURDIR)/$(VENV)/bytecode $(BIN)/python -m pytest
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 
-# a release of transformers that is beyond the ranges of pyproject.toml, and what of the tests is run with it
-NEXT := transformers==5.23.0
-NEXT_TESTS := tests/integration/test_names_of_others.py $(addprefix tests/integration/,binding matching patterns swaps) \
-	$(addprefix tests/flash_attention/test_attention_,masks.py models.py) tests/rope/test_rope_layers.py
-NEXT_RANKS := $(addprefix tests/distributed/test_,parallel_styles.py split_sequences.py) \
-	tests/distributed/test_same_numbers.py -k "not same_numbers or EP"
+# the newest supported release of transformers, which takes releases of kernels that the index may not have
+NEXT := transformers==5.24.0
 
 .PHONY: help demo test test-slow test-distributed test-next test-variants test-faults benchmark lint build docs site publish release clean
 
@@ -24,7 +21,7 @@ help:
 	@echo "make test        before a change lands: the tests [ARGS=tests/integration/swaps/loss]"
 	@echo "make test-slow   before a release: all of them, with those on several devices and those that take minutes [ARGS=...]"
 	@echo "make test-distributed   after sharding, heads or linear layers changed: the tests on several devices, one by one"
-	@echo "make test-next   what can be run with the next release of transformers, in .venv-next; says what was not run"
+	@echo "make test-next   before a release: make test and make test-distributed with the newest transformers; says what was not run"
 	@echo "make test-variants   before a kernel is published: each strict variant on the releases that it names [PAIRS=\"2.6.0 2.8.0=2.8.0.post5\"]"
 	@echo "make test-faults   after tests of kernels changed: plant faults of one per cent, and say which test sees which [ARGS=RMSNorm]"
 	@echo "make benchmark   how long the host is busy with forwards, imports, models and commands, ours and others'"
@@ -49,21 +46,24 @@ test-slow: $(READY)
 test-distributed: $(READY)
 	$(PYTEST) -m "not long" tests/distributed $(ARGS)
 
-# a copy of .venv with $(NEXT); that takes kernels from 0.18.2 on, and 0.17.2 is let in, in the copy alone
+# a copy of .venv with $(NEXT), which takes kernels from 0.18.2 on and peft from 0.22: there kernels 0.17.2 and peft
+# 0.21.2 are let in
 test-next: $(READY) $(VENV)-next/ready
-	$(subst $(VENV),$(VENV)-next,$(PYTEST)) $(if $(ARGS),$(ARGS),$(PARALLEL) -m "not long and not distributed" $(NEXT_TESTS))
-	$(if $(ARGS),,$(subst $(VENV),$(VENV)-next,$(PYTEST)) -m "not long" $(NEXT_RANKS))
+	$(subst $(VENV),$(VENV)-next,$(PYTEST)) $(PARALLEL) -m "not long and not distributed" $(ARGS)
+	$(if $(ARGS),,$(subst $(VENV),$(VENV)-next,$(PYTEST)) -m "not long" tests/distributed)
 	@echo "Not run with $(NEXT):"
-	@echo "  kernels 0.18 and what it changes: the index has none beside this; kernels 0.17.2 was let in, which no user can"
-	@echo "  kernels from the Hub: mappings of fla version 2 and mamba version 4"
-	@echo "  FSDP, DDP and tensor parallelism of whole models; of expert parallelism, DeepGEMM's exchange, which is for CUDA"
-	@echo '  the tests that are not among $(or $(ARGS),$(NEXT_TESTS) $(NEXT_RANKS))'
+	@echo "  kernels 0.18 and peft 0.22, which it wants: the index has neither; kernels 0.17.2 and peft 0.21.2 were let in"
+	@echo "  kernels from the Hub: mappings of fla version 2 and mamba version 5"
+	@echo "  of expert parallelism, DeepGEMM's exchange, which is for CUDA"
+	@echo "  what test-slow and test-variants run beside this$(if $(ARGS),$(comma) and all that is not among $(ARGS))"
 
-$(VENV)-next/ready: $(READY)
+$(VENV)-next/ready: $(READY) Makefile
 	rm -rf $(VENV)-next
 	cp -al $(VENV) $(VENV)-next
 	$(VENV)-next/bin/python -m pip install -q --disable-pip-version-check --no-deps $(NEXT)
-	sed -i 's/^KERNELS_MIN_VERSION = .*/KERNELS_MIN_VERSION = "0.17.2"/' $(VENV)-next/lib/python3*/site-packages/transformers/utils/import_utils.py
+	cd $(VENV)-next/lib/python3*/site-packages/transformers && \
+		sed -i 's/^KERNELS_MIN_VERSION = .*/KERNELS_MIN_VERSION = "0.17.2"/' utils/import_utils.py && \
+		sed -i 's/^MIN_PEFT_VERSION = .*/MIN_PEFT_VERSION = "0.21.2"/' integrations/peft.py
 	@touch $@
 
 # aarch64 wheels, under qemu where this machine is another one; they stay in a cache
@@ -87,8 +87,9 @@ lint: $(READY)
 build: $(READY)
 	@$(BIN)/python scripts/build.py
 
-docs: $(READY)
+docs: $(READY) $(VENV)-next/ready
 	@$(BIN)/python scripts/docs.py
+	@$(VENV)-next/bin/python scripts/docs.py
 
 site: $(READY)
 	@$(BIN)/sphinx-build -qW -c docs -d site/doctrees . site/html

@@ -86,7 +86,7 @@ REFUSED: dict[str, str] = {
         npu_fused_linear_cross_entropy_loss_with_max_sum_backward npu_fused_matmul
         npu_gather_sparse_index npu_gather_sparse_index_backward npu_masked_fill_range
         npu_masked_softmax_with_rel_pos_bias npu_scatter_list npu_scatter_list_ npu_sign_bits_pack
-        npu_sign_bits_unpack npu_top_k_top_p_sample scatter_update scatter_update_""",
+        npu_sign_bits_unpack npu_top_k_top_p_sample""",
 }
 
 

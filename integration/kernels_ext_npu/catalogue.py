@@ -56,7 +56,7 @@ ROTARY = _kind(
     RotaryPosEmbInterleavedRepeatedPartial RotaryPosEmbInterleavedTail RotaryPosEmbLastQueries RotaryPosEmbPairwise
     RotaryPosEmbPartial RotaryPosEmbPartialOptionalKey RotaryPosEmbPartialPositions RotaryPosEmbPatches
     RotaryPosEmbReversed RotaryPosEmbSingle RotaryPosEmbTablesInFloat32 VisionRotaryEmbComplex VisionRotaryPosEmb
-    VisionRotaryPosEmbPartial
+    VisionRotaryPosEmbPairwise VisionRotaryPosEmbPartial
     """,
     in_models="rotary calls",
 )
@@ -67,7 +67,7 @@ TABLES = _kind(
     RotaryEmbeddingComposedBySections RotaryEmbeddingComposedByType RotaryEmbeddingComposedFloat32
     RotaryEmbeddingFloat32 RotaryEmbeddingHalfWidth RotaryEmbeddingHalfWidthByType RotaryEmbeddingInterleaved
     RotaryEmbeddingLearned RotaryEmbeddingOfAnyType RotaryEmbeddingOfPatches RotaryEmbeddingOfPatchesFloat32
-    RotaryEmbeddingOfRowsByType
+    RotaryEmbeddingOfRowsByType RotaryEmbeddingTrained
     """,
 )
 EXPERTS = _kind("experts", "ClampedExperts FlatExperts GatedMoEBlock MoEExperts ScaledTokensMoEBlock SparseMoEBlock")
@@ -77,8 +77,9 @@ ROUTERS = _kind(
     BiasedSoftmaxTopKRouter CorrectedSoftmaxTopKRouter GroupedSoftmaxTopKRouter GroupedSoftmaxTopKRouterNarrow
     GroupedSoftmaxTopKRouterNormalised SigmoidScatterRouter SigmoidTopKRouter SigmoidTopKRouterGivenBias
     SigmoidTopKRouterLinear SigmoidTopKRouterMultiplied SigmoidTopKRouterNarrow SigmoidTopKRouterNarrowGivenBias
-    SigmoidTopKRouterSoftcapped SigmoidTopKRouterUnbiased SigmoidTopKRouterUngrouped SoftmaxTopKRouter
-    SoftmaxTopKRouterFloat32 SoftmaxTopKRouterLinear SoftmaxTopKRouterUnnormalised TopKRouter TopKSoftmaxRouter
+    SigmoidTopKRouterNormalised SigmoidTopKRouterSoftcapped SigmoidTopKRouterUnbiased SigmoidTopKRouterUngrouped
+    SoftmaxTopKRouter SoftmaxTopKRouterFloat32 SoftmaxTopKRouterInFloat32 SoftmaxTopKRouterLinear
+    SoftmaxTopKRouterUnnormalised TopKRouter TopKSoftmaxRouter
     """,
 )
 ACTIVATIONS = _kind("activations", "FastGELU NewGELU QuickGELU")

@@ -12,7 +12,11 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.specifiers import SpecifierSet
 
 # The ranges that the tests ran with; transformers itself takes one minor release of kernels at a time.
-TESTED = {"transformers": SpecifierSet(">=5.20.2,<5.23"), "kernels": SpecifierSet(">=0.17.2,<0.18")}
+TESTED = {"transformers": SpecifierSet(">=5.20.2,<5.25"), "kernels": SpecifierSet(">=0.17.2,<0.18")}
+
+
+# the newest two of them that take each other where no kernels 0.18 is to be had
+TAKEN_TOGETHER = "'transformers==5.22.2' 'kernels==0.17.2'"
 
 
 class RefusedError(Exception):
@@ -52,7 +56,8 @@ def _check_transformers_accepts_kernels() -> None:
         beyond = getattr(import_utils, "KERNELS_MAX_VERSION", "?")
         raise UnsupportedEnvironmentError(
             f"transformers {installed('transformers')} takes kernels >= {lowest}, < {beyond} and ignores the installed "
-            f"{installed('kernels')}: pip install 'kernels>={lowest},<{beyond}'"
+            f"{installed('kernels')}: pip install 'kernels>={lowest},<{beyond}', or, where there is no such release, "
+            f"pip install {TAKEN_TOGETHER}"
         )
     if not hasattr(hub_kernels, "get_kernel_mapping_transformers"):
         raise UnsupportedEnvironmentError(

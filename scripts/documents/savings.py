@@ -16,8 +16,8 @@ MODELS = ("Qwen3-8B", "Gemma-3-12B", "Qwen3-30B-A3B", "gpt-oss-20b")
 PICTURE = {"docs/qwen3-30b-a3b.png": "Qwen3-30B-A3B"}
 
 _HEADINGS = {
-    "en": ["", "launches", "GB that move", "host waits", "peak GB", "launches of a token"],
-    "zh": ["", "下发次数", "访存 GB", "主机等待", "峰值 GB", "每个 token 的下发次数"],
+    "en": ["", "launches", "kernels", "GB that move", "host waits", "peak GB", "launches of a token", "GB of a token"],
+    "zh": ["", "下发次数", "核函数", "访存 GB", "主机等待", "峰值 GB", "每个 token 的下发次数", "每个 token 的访存 GB"],
 }
 _GRAPHS = {"en": "in graphs", "zh": "用图"}
 _PHASES = {
@@ -33,8 +33,9 @@ def table(language: str) -> str:
     for model in MODELS:
         before, after = (variant.counts for variant in inspected(model, 0).variants)
         for phase, name in _PHASES[language].items():
-            token = _token(model, language) if phase == "forward" else ""
-            lines.append(f"| {model}, {name} | {' | '.join(_cells(before[phase], after[phase]))} | {token} |")
+            token = _token(model, language) if phase == "forward" else ("", "")
+            cells = *_cells(before[phase], after[phase]), *token
+            lines.append(f"| {model}, {name} | {' | '.join(cells)} |")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -56,14 +57,15 @@ def decoded(model: str) -> Inspection:
     return inspect(subject.find(model), SOCS["910b"], decode=True)
 
 
-def _token(model: str, language: str) -> str:
-    """Write the launches of a step with a static cache, and the graphs that it is."""
+def _token(model: str, language: str) -> tuple[str, str]:
+    """Write the launches and bytes of a step with a static cache, and the graphs that it is."""
     before, after = (variant.counts[STATIC] for variant in decoded(model).variants)
     assert before is not None
     assert after is not None
     launches = f"{_number(before.launches.total())} → {_number(after.launches.total())}"
     graphs = replays(STATIC, after)
-    return f"{launches}; {_GRAPHS[language]} {graphs}" if graphs else launches
+    moved = f"{_number(before.bytes.total() / 1e9)} → {_number(after.bytes.total() / 1e9)}"
+    return f"{launches}; {_GRAPHS[language]} {graphs}" if graphs else launches, moved
 
 
 def _cells(before: Counts | None, after: Counts | None) -> list[str]:
@@ -71,6 +73,7 @@ def _cells(before: Counts | None, after: Counts | None) -> list[str]:
     assert after is not None
     pairs = [
         (before.launches.total(), after.launches.total()),
+        (before.kernels.total(), after.kernels.total()),
         (before.bytes.total() / 1e9, after.bytes.total() / 1e9),
         (before.waits, after.waits),
         (before.peak / 1e9, after.peak / 1e9),

@@ -1,7 +1,8 @@
 """Define operators that write or choose by an index: one-hot rows, updates by index, and the filter of a sampler.
 
 op-plugin, docs/zh/custom_APIs/torch_npu, the pages of the operators; of npu_one_hot op_plugin/ops/aclops/OnehotNpu.cpp,
-of npu_top_k_top_p test/test_custom_ops/test_npu_top_k_top_p.py.
+of npu_top_k_top_p test/test_custom_ops/test_npu_top_k_top_p.py. Of scatter_update CANN's ops-nn,
+index/scatter/docs/aclnnInplaceScatterUpdate.md and op_graph/scatter_proto.h.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from softnpu.argument_checks import FLOATING, describe, require, require_dtypes,
 from softnpu.formulas import formula
 
 UPDATED = (float32, float16, torch.bool, bfloat16, int64, int8)
+CACHED = (int8, float16, float32, bfloat16, int32)
 MOST_K = 1024
 
 
@@ -39,6 +41,18 @@ def npu_scatter_nd_update(input: Tensor, indices: Tensor, updates: Tensor) -> Te
 def npu_scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
     """Compute npu_scatter_nd_update in place."""
     return _updated("npu_scatter_nd_update_", input, indices, updates)
+
+
+@formula
+def scatter_update(input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
+    """Return a copy of input with updates in it, which scatter_update_ writes in place."""
+    return _put_at("scatter_update", input.clone(memory_format=torch.contiguous_format), indices, updates, axis)
+
+
+@formula
+def scatter_update_(input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
+    """Write updates[i] into input[i] along an axis, from indices[i] on, or into input[j] from k on for a pair [j, k]."""
+    return _put_at("scatter_update_", input, indices, updates, axis)
 
 
 @formula
@@ -82,3 +96,29 @@ def _updated(operator: str, x: Tensor, indices: Tensor, updates: Tensor) -> Tens
     require(inside, operator, f"indices must be inside of {list(x.shape[:depth])}")
     x[indices.long().unbind(-1)] = updates
     return x
+
+
+def _put_at(operator: str, data: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
+    require_dtypes(operator, {(d, d) for d in CACHED}, data=data, updates=updates)
+    require_dtypes(operator, {(int32,), (int64,)}, indices=indices)
+    require(data.numel() * indices.numel() * updates.numel() > 0, operator, "tensors must not be empty")
+    fits = 2 <= data.dim() <= 8 and updates.dim() == data.dim()
+    require(fits, operator, f"updates must have the 2 to 8 dimensions of data, got {describe(updates)}")
+    require(-2 <= axis < data.dim() and axis % data.dim() != 0, operator, f"axis must be -1, -2 or above 0, got {axis}")
+    axis %= data.dim()
+    is_aligned = axis < data.dim() - 1 or data.shape[-1] * data.element_size() % 32 == 0
+    require(is_aligned, operator, "the last axis must be a multiple of 32 bytes to be written to")
+    pairs = indices.dim() == 2 and indices.shape[1] == 2
+    rule = f"indices must be [{len(updates)}] or [{len(updates)}, 2], got {describe(indices)}"
+    require(pairs or indices.dim() < 2, operator, rule)
+    require((len(indices) if indices.dim() else 1) == len(updates) <= len(data), operator, rule)
+    others = [size for place, size in enumerate(updates.shape) if place not in (0, axis)]
+    expected = [size for place, size in enumerate(data.shape) if place not in (0, axis)]
+    require(others == expected, operator, f"updates must be as data but for 0 and the axis, got {describe(updates)}")
+    count = updates.shape[axis]
+    for number, (place, update) in enumerate(zip(indices.reshape(len(updates), -1).tolist(), updates)):
+        row, begin = place if pairs else (number, place[0])
+        inside = 0 <= row < len(data) and 0 <= begin <= data.shape[axis] - count
+        require_values(inside, operator, f"updates must be inside of {list(data.shape)}")
+        data[row].narrow(axis - 1, begin, count).copy_(update)
+    return data

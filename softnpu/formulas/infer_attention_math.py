@@ -19,6 +19,7 @@ from torch import Tensor, bfloat16, float16
 
 from softnpu import memory_poisoning
 from softnpu.argument_checks import describe, require, require_dtypes, require_values
+from softnpu.cann import require_before
 from softnpu.formulas import infer_attention_layouts as layouts
 from softnpu.formulas.fusion_attention_masks import (
     ALL_MASK,
@@ -34,6 +35,7 @@ from softnpu.formulas.fusion_attention_masks import (
 # With a mask [1, 1, 1, S] and one query, keys behind these are attended to whatever the mask says
 MASKED_KEYS_OF_ONE_QUERY = 512
 LATENT = 512  # the head size of the absorbed form of multi-head latent attention
+LATENT_LAYOUTS = ("BSH", "BSND", "BNSD", "TND", "BSH_NBSD", "BSND_NBSD", "BNSD_NBSD", "TND_NTD")
 ROTARY = 64
 
 
@@ -86,8 +88,10 @@ class InferAttention:
         require(self.inner_precise in range(4), operator, f"inner_precise must be in [0, 3], got {self.inner_precise}")
         given = (self.query_rope is None, self.key_rope is None)
         require(given[0] == given[1], operator, "query_rope and key_rope are given together or not at all")
-        if self.query_rope is not None:
+        if self.query_rope is not None and self.key_rope is not None:
             require(self.pse is None, operator, "query_rope takes no pse")
+            ropes = {"query_rope": self.query_rope, "key_rope": self.key_rope}
+            require_dtypes(operator, {(d, d, d) for d in (float16, bfloat16)}, query=query, **ropes)
         elif self.heads // self.kv_heads > 64:
             require(False, operator, f"at most 64 heads share one of key, got {self.heads // self.kv_heads}")
         if self.sink is not None:
@@ -137,9 +141,7 @@ class InferAttention:
         if rope:
             require(d_q == d_v in (128, LATENT), operator, f"with rotary parts head sizes must be 128 or 512, {given}")
         if rope and d_q == LATENT:
-            fits = self.kv_heads == 1 and self.heads in (1, 2, 4, 8, 16, 32, 64, 128)
-            rule = f"latent attention takes 1, 2, 4, ... 128 heads and one of key, got {self.heads}, {self.kv_heads}"
-            require(fits and self.sparse_mode in (DEFAULT_MASK, RIGHT_DOWN_CAUSAL, BAND), operator, rule)
+            self._require_latent(q[0].shape[1])
         elif packed:
             sizes = {(64, 64), (128, 128), (192, 128)} | ({(192, 192)} if self.layout == "TND" else set())
             require((d_q, d_v) in sizes, operator, f"sequences of several lengths take head sizes {sizes}, {given}")
@@ -156,6 +158,26 @@ class InferAttention:
             require(self.inner_precise in (0, 1), operator, "one query takes inner_precise 0 or 1")
         elif self.layout == "BNSD_NBSD":
             require(q[0].shape[1] <= 16, operator, f"BNSD_NBSD takes at most 16 queries, got {q[0].shape[1]}")
+
+    def _require_latent(self, queries: int) -> None:
+        """Refuse what latents may not have: CheckFeatureMlaNoquant of op_host/fused_infer_attention_score_tiling_check.
+
+        Before CANN 8.5 they lie in pages: op-plugin 7.2.0, docs/context/torch_npu-npu_fused_infer_attention_score.md.
+        """
+        operator, mask = self.operator, self.mask
+        fits = self.kv_heads == 1 and self.heads in (1, 2, 4, 8, 16, 32, 64, 128)
+        rule = f"latent attention takes 1, 2, 4, ... 128 heads and one of key, got {self.heads}, {self.kv_heads}"
+        require(fits and self.sparse_mode in (DEFAULT_MASK, RIGHT_DOWN_CAUSAL, BAND), operator, rule)
+        require(self.layout in LATENT_LAYOUTS, operator, f"latent attention takes the layouts {LATENT_LAYOUTS}")
+        is_dense = mask is not None and self.sparse_mode == DEFAULT_MASK
+        require(not is_dense or mask.dim() > 2, operator, "latent attention takes no mask of two dimensions")  # type: ignore[union-attr]
+        since = (8, 5)
+        require_before(since, self.block_table is not None, operator, "latents have to lie in pages")
+        require_before(since, self.heads in (32, 64, 128), operator, "latent attention takes 32, 64 or 128 heads")
+        is_masked = self.sparse_mode == RIGHT_DOWN_CAUSAL and mask is not None
+        is_said = 1 <= queries <= 16 and (mask is None if queries == 1 else is_masked)
+        rule = "latents take one query without a mask, or 2 to 16 with that of sparse_mode 3"
+        require_before(since, is_said, operator, rule)
 
     # ---- one sequence, [N, S, D] ----------------------------------------------------------------------------------
     def _sequence(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

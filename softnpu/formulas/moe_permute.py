@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, float32, int8, int32, int64
 
 from softnpu.argument_checks import FLOATING, describe, require, require_dtypes, require_values
-from softnpu.cann import require_before
+from softnpu.cann import CANN, require_before
 from softnpu.formulas import formula
 
 MAX_TOP_K = 512
@@ -170,6 +170,9 @@ def npu_moe_token_unpermute_grad_v2(
 
     Rows of grad_permuted that no index names stay unwritten, here NaN; grad_probs of dropped rows is zero. A zero
     probability is no exception here: a NaN in its row is one in grad_probs. The device takes non-empty tensors only.
+
+    Rows are dropped from permuted_tokens_size_0 on, but since CANN 9.1 from the number of indices on: rows behind that
+    stay unwritten, and an index beyond the rows reads and writes memory of others. Here that is refused.
     """
     operator = "npu_moe_token_unpermute_grad_v2"
     return _unpermute_grad(
@@ -201,7 +204,11 @@ def _unpermute_grad(
     require(tokens == grad.shape[0], operator, f"the gradient {describe(grad)} does not have {tokens} rows")
     require(grad.numel() > 0 and rows > 0, operator, f"empty: the gradient {describe(grad)}, {rows} permuted rows")
     index = sorted_indices.long()
-    kept = index < rows
+    # CANN's ops-transformer, moe/moe_token_unpermute_grad/op_host/moe_token_unpermute_grad_tiling.cpp, `numOutTokens`:
+    # 9.0.0:299 that of permuted_tokens, 9.1.0:301 that of sorted_indices
+    kept = index < (rows if CANN < (9, 1) else index.numel())
+    rule = f"sorted_indices names a row beyond the {rows} there are; CANN 9.1 writes behind them"
+    require(bool((index[kept] < rows).all()), operator, rule)
     named = index[kept]
     require(named.unique().numel() == named.numel(), operator, "sorted_indices names a row twice")
 

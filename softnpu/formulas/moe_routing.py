@@ -123,6 +123,8 @@ def npu_moe_init_routing_v2(
         require(plain, operator, rule)
         rule = f"expert_capacity must be above 0 and below the {len(x)} rows, got {expert_capacity}"
         require(0 < expert_capacity < len(x), operator, rule)
+        # CANN's ops-transformer, moe/moe_init_routing_v3/op_host/moe_init_routing_v3_tiling.cpp 8.5.0:292
+        require_before((9, 0), False, operator, "drop_pad_mode currently support 0")
     if scale is not None:
         shapes = [[1, x.shape[1]], [end - start, x.shape[1]]] if quantised else [[len(x)]]
         fits = scale.dtype == float32 and list(scale.shape) in shapes

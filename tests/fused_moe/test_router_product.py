@@ -43,7 +43,7 @@ def test_gradients_are_no_further_from_float64_than_transformers_and_no_tokens_a
     with Cost() as cost:
         logits = product(*ours)
         logits.backward(grad)
-    assert cost.launches.total() == 9
+    assert cost.kernels.total() == 14  # eight of them cut the gradient into pieces
     assert cost.launches["_to_copy"] == 1  # of the gradient of the weight
     formula(*theirs).backward(grad)
     expected = true[0] @ true[1].t()

@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import kernels_ext_npu
 from kernels_ext_npu.machine import cann_releases
 from kernels_ext_npu.reporting import release_limits
-from kernels_ext_npu.selftest import limits, runner
+from kernels_ext_npu.selftest import limits, operators, runner
+from kernels_ext_npu.selftest.operator_call import NEVER, OperatorCall
 
 ROUTING = "CANN 8.2 routes only 256 experts in groups of eight; since 8.3 all"
 TRAINING = "CANN 8.2 routes in one launch in inference alone; since 8.3 in training, too"
@@ -103,14 +104,28 @@ def test_inspect_counts_what_a_release_would_launch(run_forked, tmp_path: Path) 
     }
 
 
-@pytest.mark.parametrize("limit", limits.LIMITS, ids=lambda limit: limit.title)
-def test_the_self_test_asks_both_sides_of_a_limit(limit: limits.Limit) -> None:
-    """Of the device alone: what its release does not take is refused, all else is right."""
-    if limit.is_refused:
+ALONE = (*limits.LIMITS, *operators.OPERATORS)
+
+
+@pytest.mark.parametrize("call", ALONE, ids=lambda call: f"{call.title}, {call.dtype}")
+def test_the_self_test_asks_both_sides_of_a_limit(call: OperatorCall) -> None:
+    """Of the device alone: what its release does not take is refused or left unwritten, all else is right."""
+    if call.is_refused:
         with pytest.raises(RuntimeError):
-            limit.ask()
+            call.ask()
     else:
-        assert limit.ask()["agrees"]
+        assert call.ask()["agrees"]
+
+
+def test_what_sources_leave_unwritten_is_no_number_or_told() -> None:
+    right, zeros = [torch.ones(2)], [torch.zeros(2)]
+    exact = [torch.ones(2, dtype=torch.float64)]
+    unwritten = OperatorCall("unwritten", lambda: (zeros, exact), unwritten_since=(8, 5))
+    assert unwritten.ask() == {"agrees": True, "refused": "left unwritten, as the sources of this CANN say"}
+    written = OperatorCall("written", lambda: (right, exact), unwritten_since=(8, 5)).ask()
+    assert not written["agrees"]
+    assert written["error"] == "computed, rightly, where the sources of this CANN leave it unwritten"
+    assert not OperatorCall("wrong", lambda: (zeros, exact), unwritten_since=NEVER).ask()["agrees"]
 
 
 def test_a_crash_agrees_with_sources_that_say_so_and_with_no_others(monkeypatch) -> None:

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
@@ -15,31 +16,62 @@ LIBRARIES = {"accelerate", "huggingface_hub", "kernels", "peft", "torch", "torch
 PATCHES = {"attribute", "method", "object"}  # of Patches, and of unittest.mock.patch
 STARRED = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 ROWS = [tuple(line.split(maxsplit=1)) for line in TABLE.read_text().splitlines() if line and not line.startswith("#")]
+# a name; in brackets of one kind each what is taken in this order, held in closures, and read by name
+ROW = re.compile(r"(?P<name>[\w.]+)(\((?P<taken>.*?)\))?(\{(?P<held>.*?)\})?(\[(?P<read>.*?)\])?")
+# what a forward or an attention is given by name
+MAPPINGS = {"batch", "batch_data", "inputs", "kwargs", "named", "options", "rest"}
+FILES_OF_MODELS = (
+    "binding/*.py",
+    "decoding/*.py",
+    "lifecycle/*.py",
+    "swaps/*.py",
+    "swaps/attention/*.py",
+    "swaps/experts/*.py",
+)
+OURS = {"output_attentions", "input"}  # a flag of configs that is handed on; the first argument of F.cross_entropy
+
+
+def parsed(row: str) -> tuple[str, dict[str, list[str] | None]]:
+    """A name, and what is in each of the brackets behind it; None for those that are not there."""
+    found = ROW.fullmatch(row)
+    assert found is not None, row
+    texts = {kind: found[kind] for kind in ("taken", "held", "read")}
+    return found["name"], {k: text if text is None else text.split(", ") * bool(text) for k, text in texts.items()}
 
 
 @pytest.mark.parametrize(("file", "row"), ROWS, ids=[row for _, row in ROWS])
 def test_what_is_relied_on_is_there(file: str, row: str) -> None:
     relies = f"and integration/kernels_ext_npu/{file} relies on it"
     assert (PACKAGE / file).is_file(), f"{file} is no file of ours any more: whose is {row}?"
-    name, parameters, closures = (*row.rstrip(")}").replace("){", "(").split("("), None, "")[:3]
+    name, brackets = parsed(row)
     try:
         value = pkgutil.resolve_name(name)
     except (AttributeError, ImportError) as error:
         pytest.fail(f"{name} is gone ({error}), {relies}")
-    if parameters is not None:
+    if (listed := brackets["taken"]) is not None:
         found = inspect.signature(value).parameters
-        listed = parameters.split(", ") if parameters else []
         has = f"{name}{inspect.signature(value)}"
         assert [each for each in found if each in listed] == listed, f"{has} has not {listed} in this order, {relies}"
         needed = {p.name for p in found.values() if p.default is p.empty and p.kind not in STARRED}
         assert needed <= set(listed), f"{has} wants more than {listed}, {relies}"
-    if closures:
-        missing = set(closures.split(", ")) - set(_free(value.__code__))
+    if (held := brackets["held"]) is not None:
+        missing = set(held) - set(_free(value.__code__))
         assert not missing, f"the functions in {name} hold no {sorted(missing)} any more, {relies}"
+    if (read := brackets["read"]) is not None:
+        missing = [each for each in read if each not in _named_in(value)]
+        assert not missing, f"{name} has no {missing} any more, {relies}"
+
+
+def test_every_name_that_is_read_of_what_models_hand_on_is_in_the_list() -> None:
+    listed = {each for _, row in ROWS for names in parsed(row)[1].values() if names for each in names}
+    paths = [path for part in FILES_OF_MODELS for path in PACKAGE.glob(part)]
+    read = {name: path.name for path in paths for name in _names_read(path)}
+    missing = {name: file for name, file in read.items() if name not in listed | OURS}
+    assert not missing, f"list what has these names, in square brackets: {missing}"
 
 
 def test_the_list_is_complete() -> None:
-    listed = {row.partition("(")[0] for _, row in ROWS}
+    listed = {parsed(row)[0] for _, row in ROWS}
     found = {name: path for path in PACKAGE.rglob("*.py") for name in _names_of_others(path)}
     missing = {name: path for name, path in found.items() if not any(_is_of(name, known) for known in listed)}
     assert not missing, f"list these names of others, with the parameters that are passed: {missing}"
@@ -56,6 +88,29 @@ def _free(code: CodeType) -> Iterator[str]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _free(inner)
+
+
+def _named_in(value: object) -> set[str]:
+    """Return the fields of a class, or the parameters of a function and the words in it, such as names of arguments."""
+    if isinstance(value, type):
+        return set(value.__annotations__)
+    constants = inspect.unwrap(value).__code__.co_consts
+    words = [word for each in constants for word in (each if isinstance(each, tuple) else (each,))]
+    return {*inspect.signature(value).parameters, *(word for word in words if isinstance(word, str))}
+
+
+def _names_read(path: Path) -> Iterator[str]:
+    """Yield the names that a file reads of what it is given by name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Subscript(ast.Name(owner), ast.Constant(str(name))):
+                pass
+            case ast.Call(ast.Attribute(ast.Name(owner), "get" | "pop"), [ast.Constant(str(name)), *_]):
+                pass
+            case _:
+                continue
+        if owner in MAPPINGS:
+            yield name
 
 
 def _names_of_others(path: Path) -> Iterator[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from kernels_ext_npu.measuring.costs import Cost
@@ -174,14 +175,14 @@ def test_gradients_are_differentiated(kernel, form) -> None:
 @pytest.mark.parametrize(
     ("name", "of_adapters", "rows", "launches", "saved"),
     [
-        ("one adapter", torch.bfloat16, 3, (3, 5), None),
+        ("one adapter", torch.bfloat16, 3, (5, 7), None),
         # what is laid side by side is of the adapters alone
-        ("a pair", torch.bfloat16, 5, (7, 6), None),
-        ("a pair", torch.float32, 5, (9, 9), None),
-        # where each layer is a node, they are 15 and 24 + 5 additions in bfloat16, 18 and 27 + 5 beside float32;
+        ("a pair", torch.bfloat16, 5, (9, 8), None),
+        ("a pair", torch.float32, 5, (10, 10), None),
+        # where each layer is a node, they are 20 and 26 + 5 additions in bfloat16, 23 and 29 + 5 beside float32;
         # the input is kept once, and of each layer three tensors, a mask and what is of the adapter's rank
-        ("layers that drop", torch.bfloat16, 64, (12, 24), 1 + 3 * 5),
-        ("layers that drop", torch.float32, 64, (16, 28), 1 + 3 * 5),
+        ("layers that drop", torch.bfloat16, 64, (17, 26), 1 + 3 * 5),
+        ("layers that drop", torch.float32, 64, (18, 30), 1 + 3 * 5),
     ],
 )
 def test_the_input_is_kept_and_cast_once_and_nothing_large_is_copied(
@@ -207,6 +208,40 @@ def test_the_input_is_kept_and_cast_once_and_nothing_large_is_copied(
     assert saved is None or len(kept) == saved
     if name == "a pair":
         assert forward.bytes["cat"] + backward.bytes["cat"] == 4 * leaves[1].element_size() * 6 * H
+
+
+@pytest.mark.parametrize(("dtype", "of_adapters"), DTYPES)
+@pytest.mark.parametrize("name", ["one adapter", "layers of one input", "a pair"])
+def test_the_device_runs_and_moves_no_more_than_for_pefts_own_calls(kernel, name, dtype, of_adapters) -> None:
+    """With what operators do inside, of layers large enough for their adapters to be small."""
+
+    def cost_of(compute) -> Cost:
+        x, *factors = (
+            torch.empty(shape, dtype=kind, device="npu", requires_grad=True)
+            for shape, kind in [((rows, size), dtype), *((shape, of_adapters) for shape in shapes)]
+        )
+        weights = torch.empty(sum(sizes), size, dtype=dtype, device="npu").split(sizes)
+        with Cost() as cost:
+            outputs = compute(x, [*zip(weights, factors[::2], factors[1::2])])
+            torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
+        return cost
+
+    def ours(x: Tensor, layers: list) -> tuple[Tensor, ...]:
+        given = [(weight, None, kernel.Adapter(a, b, 0.7)) for weight, a, b in layers]
+        if name == "one adapter":
+            return (kernel.lora_linear(x, layers[0][0], None, [given[0][2]]),)
+        return tuple(kernel.lora_linears(x, given)) if name != "a pair" else (kernel.lora_pair(x, given),)
+
+    def pefts(x: Tensor, layers: list) -> list[Tensor]:
+        return [(F.linear(x, w) + F.linear(F.linear(x.to(a.dtype), a), b) * 0.7).to(x.dtype) for w, a, b in layers]
+
+    rows, size, rank = 512, 1024, 8
+    sizes = {"one adapter": [1024], "layers of one input": [1024, 512, 512], "a pair": [1024, 1024]}[name]
+    shapes = [shape for out in sizes for shape in ((rank, size), (out, rank))]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        found, allowed = cost_of(ours), cost_of(pefts)
+    assert found.kernels.total() <= allowed.kernels.total()
+    assert found.bytes.total() < allowed.bytes.total()
 
 
 def test_what_has_no_node_is_torchs(kernel) -> None:

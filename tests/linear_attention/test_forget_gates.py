@@ -101,6 +101,18 @@ def test_derivatives_of_all_sorts_are_those_of_the_formula(kernel: ModuleType) -
             assert (found.cpu().double() - wanted).norm() <= 1e-5 * wanted.norm()
 
 
+def test_several_gradients_at_once_are_those_of_the_formula(kernel: ModuleType) -> None:
+    """In float32: 1e-5 for sums of dozens of terms."""
+    leaves = drawn(torch.float32)
+    y = kernel.layers.forget_gate.forget_gate(*leaves)
+    both = torch.stack((y.detach().cos(), y.detach().sin()))
+    found = torch.autograd.grad(y, leaves, both, is_grads_batched=True)
+    wide = [leaf.detach().cpu().double().requires_grad_() for leaf in leaves]
+    wanted = torch.autograd.grad(formula(*wide), wide, both.cpu().double(), is_grads_batched=True)
+    for one, expected in zip(found, wanted, strict=True):
+        assert (one.cpu().double() - expected).norm() <= 1e-5 * expected.norm()
+
+
 def test_it_keeps_what_it_is_given_and_what_it_gives(kernel: ModuleType) -> None:
     kept: list[Tensor] = []
     leaves = drawn(torch.bfloat16)

@@ -120,6 +120,19 @@ def test_gradients_have_gradients(kernel: ModuleType, layer: str, activation: st
 
 
 @LAYERS
+@EACH
+def test_several_gradients_at_once_are_each_by_itself(kernel: ModuleType, layer: str, activation: str) -> None:
+    """To two roundings of bfloat16, relative to the norm: operators of torch give them, and others a single one."""
+    norm, (x, gate, grad) = ours(kernel, layer, activation, torch.bfloat16), drawn(torch.bfloat16)
+    leaves = [x.npu().requires_grad_(), gate.npu().requires_grad_(), norm.weight]
+    y, grads = norm(*leaves[:2]), torch.stack((grad, grad.sin())).npu()
+    found = torch.autograd.grad(y, leaves, grads, retain_graph=True, is_grads_batched=True)
+    for n, one in enumerate(grads):
+        for both, expected in zip(found, torch.autograd.grad(y, leaves, one, retain_graph=True)):
+            assert (both[n] - expected).double().norm() <= 2 * 2.0**-8 * expected.double().norm()
+
+
+@LAYERS
 def test_torch_func_and_vmap_give_what_the_original_gives(kernel: ModuleType, layer: str) -> None:
     """To two roundings of bfloat16, relative to the norm."""
     found = []

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from documents import DocumentError, generated, parallel, ratios, savings
-from tests.support.counted import counted
 from tests.support.transformers_files import modeling_files
 
 INSPECTED = ("ranks", "ratios", "savings")
@@ -21,6 +20,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """One part, and one document, that take no time."""
     monkeypatch.setattr(generated, "PARTS", {"words": lambda language: f"\nnew {language}\n\n"})
     monkeypatch.setattr(generated, "FILES", {"docs/bytes.png": lambda: b"\x89new"})
+    monkeypatch.setattr(generated, "is_due", lambda name: True)
 
 
 def written(name: str, language: str) -> str:
@@ -37,13 +37,11 @@ def assert_up_to_date() -> None:
 
 @pytest.mark.long
 @pytest.mark.software  # the notebook counts
-@counted
 def test_the_documents_are_what_make_docs_writes() -> None:
     assert_up_to_date()
 
 
 @pytest.mark.software  # the notebook counts
-@counted
 def test_all_but_the_figures_of_inspections_is_what_make_docs_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     modeling_files()  # imported sooner than by the survey
     for name in INSPECTED:

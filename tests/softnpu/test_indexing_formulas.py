@@ -30,6 +30,27 @@ def test_updates_by_index(depth) -> None:
     assert torch.equal(source.cpu(), expected)
 
 
+@pytest.mark.parametrize(
+    ("axis", "shape"), [(-2, (2, 3, 2, 16)), (2, (2, 3, 1, 16)), (-1, (2, 3, 5, 4)), (1, (2, 1, 5, 16))]
+)
+@pytest.mark.parametrize("pairs", [False, True])
+def test_updates_from_an_index_on(axis, shape, pairs) -> None:
+    """Of each sequence in turn, or of those that the indices name."""
+    x, updates = torch.arange(480.0).view(2, 3, 5, 16), -torch.ones(shape)
+    begins, rows = ([3, 0], [1, 0]) if axis in (-2, 2) else ([1, 2], [1, 0])
+    expected = x.clone()
+    for number, begin in enumerate(begins):
+        row = rows[number] if pairs else number
+        expected[row].narrow(axis % 4 - 1, begin, shape[axis]).fill_(-1)
+    indices = torch.tensor([*zip(rows, begins)] if pairs else begins)
+    source = x.to("npu")
+    found = torch_npu.scatter_update(source, indices.to("npu"), updates.to("npu"), axis)
+    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(source.cpu(), x)
+    torch_npu.scatter_update_(source, indices.to("npu"), updates.to("npu"), axis)
+    assert torch.equal(source.cpu(), expected)
+
+
 @pytest.mark.parametrize(("p", "k"), [(0.6, None), (None, 3), (0.6, 3), (0.0, 4), (1.0, 5)])
 def test_a_sampler_keeps_the_largest(p, k) -> None:
     torch.manual_seed(0)

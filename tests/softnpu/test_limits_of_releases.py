@@ -54,6 +54,21 @@ def packed_gradient(size: int, before: int, behind: int) -> None:
     out.backward(torch.ones_like(out))
 
 
+def latents(heads: int = 32, *, in_pages: bool = True, masked: bool = False) -> None:
+    key, key_rope = half(2, 1, 16, 512), half(2, 1, 16, 64)
+    pages = (
+        {"block_table": index([0], [1], dtype=torch.int32), "block_size": 16, "actual_seq_lengths_kv": [16, 9]}
+        if in_pages
+        else {}
+    )
+    if masked:
+        pages["atten_mask"] = npu(2, 1, 1, 16).bool()
+    torch.ops.npu.npu_fused_infer_attention_score(
+        half(2, heads, 1, 512), key, key, query_rope=half(2, heads, 1, 64), key_rope=key_rope, num_heads=heads,
+        num_key_value_heads=1, input_layout="BNSD", **pages,
+    )  # fmt: skip
+
+
 def norms_gradient(gamma: Tensor) -> None:
     torch.ops.npu.npu_rms_norm_backward(half(2, 8), half(2, 8), gamma, npu(2, 1))
 
@@ -79,11 +94,20 @@ CALLS: dict[str, tuple[Callable[[], None], tuple[int, int], str]] = {
     "a captured fast GELU": (captured_gelu, (8, 5), "Cannot run aclop operators during NPU graph capture"),
     "heads of 512": (lambda: packed_gradient(512, 1, 0), (8, 2), ""),
     "heads of 520": (lambda: packed_gradient(520, 1, 0), (8, 5), "D is 1 to 512"),
+    "latents in pages": (latents, (8, 2), ""),
+    "latents that lie in no pages": (lambda: latents(in_pages=False), (8, 5), "have to lie in pages"),
+    "latents of 16 heads": (lambda: latents(16), (8, 5), "32, 64 or 128 heads"),
+    "a mask of latents": (lambda: latents(masked=True), (8, 5), "one query without a mask"),
     "sums of groups": (parts, (8, 3), "group_type currently only support -1 and 0"),
     "rows of experts, not said how many": (
         lambda: init(quant_mode=-1, active_expert_range=[0, 5]),
         (9, 0),
         "active_num must be all 4 rows",
+    ),
+    "experts of equally many rows": (
+        lambda: init(quant_mode=-1, drop_pad_mode=1, expert_capacity=1, active_num=4),
+        (9, 0),
+        "drop_pad_mode currently support 0",
     ),
     "weights of float32": (
         lambda: unpermute_grad(half(4, 8), half(2, 8), slots(4), npu(2, 2)),

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch_npu
 
+from softnpu.cann import CANN
 from tests.support.rounding import assert_rounded
 
 T, K, H, E = 7, 3, 8, 5
@@ -82,7 +83,7 @@ def test_the_gradient_of_permute_sums_over_slots(dtype, shape, index_dtype, num_
         assert_rounded(found, truth.grad)
 
 
-@pytest.mark.parametrize("rows", [T * K, 12])
+@pytest.mark.parametrize("rows", [T * K] + [12] * (CANN < (9, 1)))
 @pytest.mark.parametrize("probs_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_unpermute_and_its_gradients(dtype, probs_dtype, rows) -> None:
@@ -116,10 +117,21 @@ def test_the_gradient_of_unpermute_without_probs_is_moved(dtype) -> None:
 
 
 def test_rows_that_no_index_names_are_left_unwritten_in_the_gradient() -> None:
+    """Since CANN 9.1 those, too, that lie behind as many rows as there are indices."""
     grad, sorted_indices = torch.ones(2, H), torch.tensor([3, 0], dtype=torch.int32)
     found, nothing = unpermute_grad_v2(grad.npu(), sorted_indices.npu(), 5, torch.float32)
     assert nothing is None
-    assert found[:, 0].isnan().tolist() == [False, True, True, False, True]
+    assert found[:, 0].isnan().tolist() == [False, True, True, CANN >= (9, 1), True]
+
+
+def test_the_gradient_of_unpermute_drops_rows_before_9_1_and_overwrites_memory_since_then() -> None:
+    rows, probs = torch.ones(4, H).npu(), torch.ones(2, 3).npu()
+    grad, sorted_indices = torch.ones(2, H).npu(), torch.arange(6, dtype=torch.int32).npu()
+    if CANN < (9, 1):
+        assert unpermute_grad(rows, grad, sorted_indices, probs)[1].flatten().tolist() == [H, H, H, H, 0, 0]
+        return
+    with pytest.raises(RuntimeError, match=r"names a row beyond the 4 there are; CANN 9\.1 writes behind them"):
+        unpermute_grad(rows, grad, sorted_indices, probs)
 
 
 def test_a_zero_probability_does_not_stop_nan_on_the_way_to_grad_probs() -> None:

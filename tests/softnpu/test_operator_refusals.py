@@ -58,6 +58,15 @@ def inference(shapes=SEVERAL, heads: int = 4, layout: str = "BNSD", **options):
     return torch_npu.npu_fused_infer_attention_score(*tensors, num_heads=heads, input_layout=layout, **options)
 
 
+def latent(heads: int = 32, queries: int = 1, layout: str = "BNSD", dtype: torch.dtype = torch.bfloat16, **options):
+    """In pages, which every release takes."""
+    sizes = (2, queries, heads) if layout.startswith("BSND") else (2, heads, queries)
+    pages, given = half(3, 1, 16, 512), {"block_table": int32(2, 1), "block_size": 16, "actual_seq_lengths_kv": [7, 9]}
+    given |= {"query_rope": half(*sizes, 64).to(dtype), "key_rope": half(3, 1, 16, 64), "num_key_value_heads": 1}
+    options = {"num_heads": heads, "input_layout": layout} | given | options
+    return torch_npu.npu_fused_infer_attention_score(half(*sizes, 512), pages, pages, **options)
+
+
 def joined(**options):
     column = npu(1, 2, 5, 8)
     given = {f"{when}_{name}": column for when in ("prev", "cur") for name in ("softmax_max", "softmax_sum")}
@@ -226,6 +235,12 @@ ATTENTION = [
     (lambda: inference(layout="BNSD_SBH"), "input_layout must be one of"),
     (lambda: inference(query_rope=half(2, 4, 3, 64)), "given together"),
     (lambda: inference(heads=8, num_key_value_heads=8), "must have 8 heads"),
+    (lambda: latent(48), r"1, 2, 4, \.\.\. 128 heads and one of key, got 48, 1"),
+    (lambda: latent(dtype=torch.float32), "query, query_rope, key_rope"),
+    (lambda: latent(layout="BSND_BNSD"), "takes the layouts"),
+    (lambda: latent(queries=3, sparse_mode=1, atten_mask=HIDDEN), "1, 2, 4"),
+    (lambda: latent(atten_mask=HIDDEN), "no mask of two dimensions"),
+    (lambda: latent(softmax_lse_flag=True), "no softmax_lse_flag"),
     (lambda: inference([(1, 4, 3, 24)] * 3), "by 16"),
     (lambda: inference([(5, 4, 32)] * 3, layout="TND", actual_seq_lengths=[5], actual_seq_lengths_kv=[5]), "take head"),
     (lambda: inference([(5, 4, 64)] * 3, layout="TND"), "cumulative lengths"),
@@ -275,6 +290,12 @@ LOSSES_AND_LAYOUTS = [
     (lambda: torch_npu.npu_one_hot(K, 0, 3), "npu_one_hot: num_classes"),
     (lambda: torch_npu.npu_scatter_nd_update(npu(4, 5), index([4], [4]), npu(2, 5)), "inside of"),
     (lambda: torch_npu.npu_scatter_nd_update(npu(4, 5), index([0], [0]), npu(4, 5)), "updates must be"),
+    (lambda: torch_npu.scatter_update(npu(2, 4, 8), index(3, 3), npu(2, 2, 8), -2), "updates must be inside of"),
+    (lambda: torch_npu.scatter_update(npu(2, 4, 8), index(3), npu(2, 1, 8), -2), r"indices must be \[2\]"),
+    (lambda: torch_npu.scatter_update(npu(2, 4, 8), index(3, 3), npu(2, 1, 4), -2), "as data but for"),
+    (lambda: torch_npu.scatter_update(npu(2, 4, 8), index(3, 3), npu(2, 1, 8), 0), "axis must be"),
+    (lambda: torch_npu.scatter_update(npu(2, 4, 6), index(3, 3), npu(2, 4, 1), -1), "a multiple of 32 bytes"),
+    (lambda: torch_npu.scatter_update(npu(2, 4, 8), index(0, 0), npu(2, 0, 8), -2), "must not be empty"),
     (lambda: torch_npu.npu_top_k_top_p(npu(4, 5), P, K * 6), r"npu_top_k_top_p: k must be in \[1, 5\]"),
     (lambda: torch_npu.npu_top_k_top_p(npu(4, 5), P * 2, K), r"p must be in \[0, 1\]"),
     (lambda: torch_npu.npu_scaled_masked_softmax(npu(4, 5), npu(4, 5).bool()), "32 to 4096"),
@@ -312,4 +333,4 @@ TABLES = (ACTIVATIONS_AND_NORMS, GATED_UNITS, ROTATIONS, ATTENTION, LOSSES_AND_L
 def test_what_the_device_refuses_is_refused_with_the_rule(call, rule: str) -> None:
     with pytest.raises((RuntimeError, NotImplementedError), match=rule) as refusal:
         call()
-    assert re.search("npu_|batch_norm_", str(refusal.value))
+    assert re.search("npu_|batch_norm_|scatter_update", str(refusal.value))

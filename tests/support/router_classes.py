@@ -20,6 +20,7 @@ class RouterConfig(Config):
     output_multiplier = 0.5
     topk_method = "group_limited_greedy"
     expert_selection_fn = "softmax"
+    scoring_func = "sigmoid"
     moe_norm_min = 1e-12
     zero_expert_num = 0
 

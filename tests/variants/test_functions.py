@@ -24,6 +24,7 @@ OTHERS = {
     "layers",
     "layout",
     "packing",
+    "read_together",
     "reads_chosen_in_place",
 }
 

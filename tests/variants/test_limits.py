@@ -263,3 +263,25 @@ def test_packed_attention_takes_a_default_device(kernels) -> None:
 def randn_on_npu(*shape_and_seed: int) -> Tensor:
     *shape, seed = shape_and_seed
     return torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").npu()
+
+
+def test_latents_are_read_as_they_lie_where_the_release_takes_them_so(kernels) -> None:
+    """Before CANN 8.5 it wants pages: they are copied, with the rotated part behind them, for another operator."""
+    forward = kernels["FlashAttention"].attention_forward
+    query, key, query_rope, key_rope = (
+        randn(2, heads, tokens, size, seed=size + heads, dtype=torch.bfloat16)
+        for size in (512, 64)
+        for heads, tokens in ((4, 1), (1, 9))
+    )
+    found = []
+    for device in ("npu", "cpu"):
+        q, k, *rotated = (t.to(device) for t in (query, key, query_rope, key_rope))
+        softnpu.reset_counters()
+        with torch.no_grad():
+            found.append(forward(nn.Identity(), q, k, k, None, scaling=0.05, rotated=tuple(rotated))[0])
+        if device == "npu":
+            as_they_lie = RELEASE >= (8, 5)
+            assert launched("npu_fused_infer_attention_score") == int(as_they_lie)
+            assert fused_attention() == int(not as_they_lie)
+    # weights and results are rounded to bfloat16, by each of the two
+    torch.testing.assert_close(found[0].cpu(), found[1], rtol=2.0**-6, atol=2.0**-6)

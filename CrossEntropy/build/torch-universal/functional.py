@@ -146,7 +146,7 @@ def linear_cross_entropy(
         is_untrained = torch.is_grad_enabled() and is_frozen(hidden_states, weight, bias)
         with without_autocast(hidden_states):
             if shard is None and (fits or is_untrained):
-                number = pieces or (pieces_of.of_tokens if is_untrained else pieces_of.how_many)(*size)
+                number = pieces or pieces_of.of_tokens(*size)
                 rows = LinearCrossEntropyByTokens.apply(hidden_states, weight, bias, labels, objective, number)
             else:
                 number = pieces or pieces_of.how_many(*size)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import in_torch, pieces
+from . import in_torch, one_word, pieces
 from .derivatives import gradients
 from .float16 import brought_within
 from .head import logits_and_statistics
@@ -57,13 +57,15 @@ class LinearCrossEntropyByTokens(torch.autograd.Function):
                 torch.softmax(x, -1, out=others)
             del x
             if slope is not None:
-                others.scatter_(1, label, 0)
+                one_word.write(others, one_word.places(label), others.new_zeros(label.shape))
                 slope[rows].mul_(gradient.at_label).add_(torch.mm(others, weight)).mul_(gradient.sign)
-            if kept is not None:
-                others.scatter_(1, label, gradient.at_label.to(others.dtype))
             del others
         loss, at_label, sign = (torch.cat(each) for each in zip(*found))
-        share = None if kept is None else sign * _correction(at_label, at_label.to(kept.dtype))
+        share = None
+        if kept is not None:
+            rounded = at_label.to(kept.dtype)
+            one_word.write(kept, one_word.places(inside.unsqueeze(-1)), rounded)
+            share = sign * _correction(at_label, rounded)
         ctx.objective = objective
         ctx.save_for_backward(hidden_states, weight, bias, labels, slope, kept, share)
         return torch.where(labels == objective.ignore_index, 0.0, loss)

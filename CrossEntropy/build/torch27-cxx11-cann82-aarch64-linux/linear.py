@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import in_torch, pieces
+from . import in_torch, one_word, pieces
 from .derivatives import by_formula, gradients
 from .head import logits_and_statistics
 from .objective import Gradient, Objective, statistics_dtype
@@ -87,10 +87,11 @@ class LinearCrossEntropy(torch.autograd.Function):
             return *found, *nothing
         counted = torch.where(labels == objective.ignore_index, 0.0, grad)
         gradient = objective.gradient(counted, lse, picked, words)
+        [head] = cut(weight, bias, labels, shard, 1)
         parts = cut(weight, bias, labels, shard, number)
         logits = [x.data for x in kept] if ctx.are_logits else []  # autograd need not know that they change
         ctx.are_logits = False
-        found = gradients_of_head(hidden_states, zip_longest(parts, logits), gradient, weight, bias, needs)
+        found = gradients_of_head(hidden_states, head, zip_longest(parts, logits), gradient, needs)
         if shard is not None and found[0] is not None:
             found = shard.total(found[0]), *found[1:]
         d_hidden = None if found[0] is None else found[0].to(hidden_states.dtype)
@@ -126,18 +127,19 @@ def cut(weight: Tensor, bias: Tensor | None, labels: Tensor, shard: Shard | None
 
 def gradients_of_head(
     hidden_states: Tensor,
+    head: Part,
     parts: Iterable[tuple[Part, Tensor | None]],
     gradient: Gradient,
-    weight: Tensor,
-    bias: Tensor | None,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of the hidden states, in the dtype of the statistics, of the weight and of the bias.
 
     Args:
-        parts: pieces of the vocabulary with their logits, which are overwritten; None where they are to be computed.
+        head: all words that it has.
+        parts: pieces of them with their logits, which are overwritten; None where they are to be computed.
     """
     needs_hidden, needs_weight, needs_bias = needs
+    weight, bias = head.weight, head.bias
     dtype = statistics_dtype(hidden_states.dtype)
     sign = gradient.sign.to(hidden_states.dtype)
     signed = hidden_states * sign if needs_weight else None
@@ -148,16 +150,17 @@ def gradients_of_head(
         if found is None:
             found = F.linear(hidden_states, part.weight, part.bias)
         gradient.write(found, found)
-        others = found.gather(1, part.inside)
+        others, places = found.gather(1, part.inside), one_word.places(part.inside)
         if d_hidden is not None:
-            found.scatter_(1, part.inside, others.masked_fill(part.is_inside, 0))
+            one_word.write(found, places, others.masked_fill(part.is_inside, 0))
             d_hidden.add_(found @ part.weight)
-            at_label = torch.where(part.is_inside, gradient.at_label, 0)
-            d_hidden.addcmul_(at_label, part.weight.index_select(0, part.inside.squeeze(-1)).to(dtype))
-        found.scatter_(1, part.inside, torch.where(part.is_inside, gradient.at_label.to(found.dtype), others))
+        one_word.write(found, places, torch.where(part.is_inside, gradient.at_label.to(found.dtype), others))
         if d_weight is not None:
             torch.mm(found.t(), signed, out=d_weight[part.words])
         if d_bias is not None:
             torch.mm(sign.t(), found, out=d_bias[part.words].unsqueeze(0))
         del found
-    return (None if d_hidden is None else d_hidden.mul_(sign)), d_weight, d_bias
+    if d_hidden is not None:
+        at_label = torch.where(head.is_inside, gradient.at_label, 0)
+        d_hidden.addcmul_(at_label, weight.index_select(0, head.inside.squeeze(-1)).to(dtype)).mul_(sign)
+    return d_hidden, d_weight, d_bias

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import in_torch, pieces
+from . import in_torch, one_word, pieces
 from .derivatives import by_formula, gradients
 from .objective import Objective
 
@@ -36,9 +36,12 @@ class CrossEntropy(torch.autograd.Function):
         counted = torch.where(labels == ctx.objective.ignore_index, 0.0, grad)
         gradient = ctx.objective.gradient(counted, lse, picked, words)
         inside = labels.clamp(0, words - 1).unsqueeze(-1)
-        d_logits = logits.new_empty(logits.shape)
+        d_logits, sign = logits.new_empty(logits.shape), gradient.sign.to(logits.dtype)
         for rows in pieces.of_rows(tokens, pieces.for_statistics(tokens, words)):
-            part = gradient.rows(rows)
-            d_rows = part.of_words(logits[rows]).scatter_(1, inside[rows], part.at_label)
-            torch.mul(d_rows, part.sign, out=d_logits[rows])
+            d_rows = gradient.rows(rows).of_words(logits[rows])
+            if d_rows.dtype is d_logits.dtype:
+                torch.mul(d_rows, sign[rows], out=d_logits[rows])
+            else:  # the other way round the product would be written in 32 bits, before its cast
+                d_logits[rows].copy_(d_rows).mul_(sign[rows])
+        one_word.write(d_logits, one_word.places(inside), (gradient.at_label * gradient.sign).to(logits.dtype))
         return d_logits, None, None

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from . import in_torch, pieces
 from .derivatives import by_formula, gradients
 from .linear import cut, gradients_of_head
-from .objective import Gradient, Objective
+from .objective import Gradient, Objective, log_sum_exp
 
 
 class LinearCrossEntropyWithEntropy(torch.autograd.Function):
@@ -87,14 +87,15 @@ class LinearCrossEntropyWithEntropy(torch.autograd.Function):
             gradient = _gradient(objective, grad, torch.where(ignored, 0.0, grad_entropy), lse, picked, entropy)
         logits = [x.data for x in kept] if ctx.are_logits else []  # autograd need not know that they change
         ctx.are_logits = False
+        [head] = cut(weight, bias, labels, None, 1)
         parts = zip_longest(cut(weight, bias, labels, None, number), logits)
-        d_hidden, *others = gradients_of_head(hidden_states, parts, gradient, weight, bias, needs)
+        d_hidden, *others = gradients_of_head(hidden_states, head, parts, gradient, needs)
         return None if d_hidden is None else d_hidden.to(hidden_states.dtype), *others, *nothing
 
 
 @dataclass(frozen=True)
 class _GradientOfBoth(Gradient):
-    """The gradient with that of the entropy: ``exp(d) · (constant + rate · d)`` of each word; ``offset`` is ``lse``.
+    """The gradient with that of the entropy: ``exp(d) · (constant + rate · d)`` of each word; ``shift`` is ``-lse``.
 
     Attributes:
         constant: ``logit_scale · (g - e · H)``, ``[N, 1]``.
@@ -108,15 +109,17 @@ class _GradientOfBoth(Gradient):
         """Return that of some rows."""
         at_label, sign = self.at_label[where], self.sign[where]
         return _GradientOfBoth(
-            self.objective, self.offset[where], None, at_label, sign, self.constant[where], self.rate[where]
+            self.objective, self.shift[where], None, at_label, sign, self.constant[where], self.rate[where]
         )
 
     def of_words(self, x: Tensor) -> Tensor:
         """Return the gradient for what the head gives, ``[N, W]``, as if no word were a label."""
-        z = self.objective.logits(x)
-        bend = None if self.objective.softcap is None else torch.div(z, self.objective.softcap).square_()
-        d = z.sub_(self.offset)
-        found = (d * self.rate).add_(self.constant).mul_(d.exp_())
+        if self.objective.softcap is None:
+            bend, d = None, self.objective.shifted(x, self.shift)
+        else:
+            z = self.objective.logits(x)
+            bend, d = torch.div(z, self.objective.softcap).square_(), z.add_(self.shift)
+        found = torch.addcmul(self.constant, d, self.rate).mul_(d.exp_())
         return found if bend is None else found.addcmul_(found, bend, value=-1)
 
 
@@ -131,16 +134,16 @@ def _gradient(
         (tensor * objective.logit_scale).unsqueeze(-1)
         for tensor in (at_label, grad - grad_entropy * entropy, -grad_entropy)
     )
-    return _GradientOfBoth(objective, lse.unsqueeze(-1), None, at_label, torch.ones_like(rate), constant, rate)
+    return _GradientOfBoth(objective, -lse.unsqueeze(-1), None, at_label, torch.ones_like(rate), constant, rate)
 
 
 def _lse_and_entropy(x: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
     """Return ``log Σ exp z`` and the entropy of what the head gives, ``[N, W]``: ``[N]`` each."""
-    lse, entropies = [], []
+    largest, word = objective.largest(x)
+    found, entropies = [], []
     for rows in pieces.of_rows(x.shape[0], pieces.for_statistics(*x.shape)):
-        z = objective.logits(x[rows])
-        lse.append(torch.logsumexp(z, -1))
-        z.sub_(lse[-1].unsqueeze(-1))
-        entropies.append(-z.mul_(z.exp()).sum(-1))
-        del z
-    return torch.cat(lse), torch.cat(entropies)
+        log_probs = torch.log_softmax(objective.read(x[rows]), -1)
+        found.append(log_probs.gather(1, word[rows]))
+        entropies.append(-log_probs.mul_(log_probs.exp()).sum(-1))
+        del log_probs
+    return log_sum_exp(largest, torch.cat(found)).squeeze(-1), torch.cat(entropies)

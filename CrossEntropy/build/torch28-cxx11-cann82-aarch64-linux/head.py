@@ -24,7 +24,8 @@ def logits_and_statistics(
         labels: ``[N, 1]``, in ``[0, W)``.
         objective: the loss.
     """
-    if objective.takes_logits_as_they_are and _is_fused(hidden_states, weight, bias):
+    is_sum_wanted = objective.label_smoothing > 0
+    if objective.takes_logits_as_they_are and not is_sum_wanted and _is_fused(hidden_states, weight, bias):
         largest, total, x = _online_max_sum(hidden_states, weight, labels.squeeze(1))
         return x, (largest + total.log(), objective.at_labels(x, labels), None)
     x = F.linear(hidden_states, weight, bias)

@@ -45,6 +45,10 @@ class Objective:
     logit_scale: float = 1.0
     softcap: float | None = None
 
+    def read(self, x: Tensor) -> Tensor:
+        """Return ``z`` of what the head gives, ``[N, W]``, in the dtype of the statistics, which nobody writes to."""
+        return x if self.takes_logits_as_they_are and x.dtype is statistics_dtype(x.dtype) else self.logits(x)
+
     def logits(self, x: Tensor) -> Tensor:
         """Return ``z`` of what the head gives, ``[N, W]``, in the dtype of the statistics: a tensor of its own."""
         # not copy=True: torch_npu up to its releases for CANN 9.0 hands back x itself then (ToKernelNpu.cpp)
@@ -55,8 +59,21 @@ class Objective:
 
     @property
     def takes_logits_as_they_are(self) -> bool:
-        """Whether ``z`` is what the head gives, and its sum over words is not asked for."""
-        return self.softcap is None and self.logit_scale == 1 and not self.label_smoothing
+        """Whether ``z`` is what the head gives."""
+        return self.softcap is None and self.logit_scale == 1
+
+    def shifted(self, x: Tensor, shift: Tensor) -> Tensor:
+        """Return ``z + shift`` of what the head gives, ``[N, W]``, in the dtype of the statistics, which shift has.
+
+        16 and 32 bits are added in one pass. Of their difference the logits would be cast into a copy first: CANN's
+        ops-math, math/add and math/sub, op_api/aclnn_add.cpp and aclnn_sub.cpp.
+        """
+        return torch.add(x, shift) if self.takes_logits_as_they_are else self.logits(x).add_(shift)
+
+    def largest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest ``z`` of each row of what the head gives, ``[N, W]``, and its word: ``[N, 1]`` each."""
+        found, word = (x.max if self.logit_scale > 0 else x.min)(-1, keepdim=True)
+        return self.logits(found), word
 
     def at_labels(self, x: Tensor, labels: Tensor) -> Tensor:
         """Return ``z`` at labels ``[N, 1]`` of what the head gives, ``[N, W]``: ``[N]``."""
@@ -69,13 +86,16 @@ class Objective:
             x: what the head gives, ``[N, W]``.
             labels: ``[N, 1]``, in ``[0, W)``.
         """
-        found = []
+        largest, word = self.largest(x)
+        found, total = [], []
         for rows in pieces.of_rows(x.shape[0], pieces.for_statistics(*x.shape)):
-            z = self.logits(x[rows])
-            found.append((torch.logsumexp(z, -1), z.sum(-1) if self.label_smoothing else None))
+            z = self.read(x[rows])
+            found.append(torch.log_softmax(z, -1).gather(1, word[rows]))
+            if self.label_smoothing:
+                total.append(z.sum(-1))
             del z
-        lse, total = zip(*found)
-        return torch.cat(lse), self.at_labels(x, labels), torch.cat(total) if self.label_smoothing else None
+        lse = log_sum_exp(largest, torch.cat(found)).squeeze(-1)
+        return lse, self.at_labels(x, labels), torch.cat(total) if total else None
 
     def loss(self, lse: Tensor, picked: Tensor, total: Tensor | None, words: int) -> Tensor:
         """Return the loss of each row ``[N]``.
@@ -117,7 +137,7 @@ class Objective:
         factor = sign * self.logit_scale
         return Gradient(
             objective=self,
-            offset=(lse - (slope.abs() * abs(self.logit_scale)).log()).unsqueeze(-1),
+            shift=((slope.abs() * abs(self.logit_scale)).log() - lse).unsqueeze(-1),
             shared=None if shared is None else (shared * factor).unsqueeze(-1),
             at_label=(at_label * factor).unsqueeze(-1),
             sign=sign.unsqueeze(-1),
@@ -130,14 +150,14 @@ class Gradient:
 
     Attributes:
         objective: the loss.
-        offset: ``lse - log |c · logit_scale|``.
+        shift: ``log |c · logit_scale| - lse``.
         shared: what is taken off for all words; None without label smoothing.
         at_label: the value at the label.
         sign: 1, or -1 where ``c · logit_scale`` is negative.
     """
 
     objective: Objective
-    offset: Tensor
+    shift: Tensor
     shared: Tensor | None
     at_label: Tensor
     sign: Tensor
@@ -145,7 +165,7 @@ class Gradient:
     def rows(self, where: slice) -> Gradient:
         """Return that of some rows."""
         shared = None if self.shared is None else self.shared[where]
-        return Gradient(self.objective, self.offset[where], shared, self.at_label[where], self.sign[where])
+        return Gradient(self.objective, self.shift[where], shared, self.at_label[where], self.sign[where])
 
     def write(self, x: Tensor, out: Tensor) -> None:
         """Put the gradient for what the head gives, ``[N, W]``, into a tensor like it, as if no word were a label."""
@@ -155,18 +175,25 @@ class Gradient:
     def of_words(self, x: Tensor) -> Tensor:
         """Return the gradient for what the head gives, ``[N, W]``, as if no word were a label."""
         objective = self.objective
-        if objective.softcap is None and objective.logit_scale == 1:
-            found = torch.sub(x, self.offset).exp_()  # in the dtype of the statistics, by promotion
+        if objective.softcap is None:
+            found = objective.shifted(x, self.shift).exp_()
             return found if self.shared is None else found.sub_(self.shared)
         z = objective.logits(x)
-        if objective.softcap is None:
-            found = z.sub_(self.offset).exp_()
-            return found if self.shared is None else found.sub_(self.shared)
-        found = torch.sub(z, self.offset).exp_()
+        found = torch.add(z, self.shift).exp_()
         if self.shared is not None:
             found.sub_(self.shared)
         z.div_(objective.softcap).square_()
         return found.addcmul_(found, z, value=-1)
+
+
+def log_sum_exp(largest: Tensor, log_prob: Tensor) -> Tensor:
+    """Return ``log Σ exp z`` of rows from their largest ``z`` and what ``log_softmax`` has made of it.
+
+    ``logsumexp`` passes three times over logits in float32, and writes a copy of them: CANN's ops-math,
+    math/reduce_log_sum_exp, aclnn_logsumexp.cpp. ``log_softmax`` takes it off every word in one launch. The largest is
+    finite where any is, and loses least to rounding.
+    """
+    return torch.where(largest.isinf(), largest, largest - log_prob)
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -126,10 +126,11 @@ def _of_one_query(query: Tensor, key: Tensor, weights: Tensor, places: _Places, 
         active_expert_range=[0, batch],
         row_idx_type=1,
     )
-    among_copies = _operator(query, copies, weights, count, "TND", places.rows + 1, counts.cumsum(0).int())
+    copied_ends = counts.cumsum(0, dtype=torch.int32)  # CANN sums int64 on an AI CPU
+    among_copies = _operator(query, copies, weights, count, "TND", places.rows + 1, copied_ends)
     found = torch.where(places.are_together, in_place, among_copies)
     found = torch.where(found == ABSENT, keys - 1, found)
-    return places.order.gather(-1, found.long()).int().unsqueeze(1)
+    return _of_rows(places.order, found).int().unsqueeze(1)
 
 
 class _Places(NamedTuple):
@@ -151,15 +152,22 @@ def _places(seen: Tensor) -> _Places:
     """
     batch, keys = seen.shape
     rows = torch.arange(batch, dtype=torch.int32, device=seen.device)
-    row, number = rows.unsqueeze(-1), seen.sum(-1, keepdim=True)
+    row, number = rows.unsqueeze(-1), seen.sum(-1, keepdim=True, dtype=torch.int32)
     order = seen.half().sort(dim=-1, descending=True, stable=True).indices
-    first, last = order[:, :1], order.gather(-1, (number - 1).clamp(min=0))
+    first, last = (each.int() for each in (order[:, :1], _of_rows(order, (number - 1).clamp(min=0))))
     are_together = last - first < number
     behind = torch.where(are_together, last, first) + 1
-    ends = torch.cat((first, behind, torch.full_like(first, keys)), dim=-1).int() + row * keys
-    copied = torch.where(seen & ~are_together, row, batch).scatter_(-1, first, row)
+    ends = torch.cat((first, behind, torch.full_like(first, keys)), dim=-1) + row * keys
+    copied = torch.where(seen & ~are_together, row, batch).scatter_(-1, first.long(), row)
     query_ends = torch.cat((row, row + 1, row + 1), dim=-1)
     return _Places(order, are_together, rows, query_ends.flatten(), ends.flatten(), copied.view(-1, 1))
+
+
+def _of_rows(numbers: Tensor, places: Tensor) -> Tensor:
+    """Return what stands at places of their row, ``[B, k]`` of ``[B, S]``: many int64 are gathered on an AI CPU."""
+    batch, size = numbers.shape
+    starts = torch.arange(0, batch * size, size, dtype=places.dtype, device=places.device).unsqueeze(-1)
+    return numbers.flatten().index_select(0, (places + starts).flatten()).view_as(places)
 
 
 def _of_sequences(query: Tensor, key: Tensor, weights: Tensor, packing: Packing, count: int) -> Tensor:

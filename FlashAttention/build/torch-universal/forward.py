@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from .attention import attend, attend_packed
 from .caller_masks import described, of_the_caller
 from .chosen_keys import left_out_beside
+from .decoding import Rotated, decode_latents, is_decoding_latents
 from .description import MaskDescription
 from .in_graphs import attend_packed_in_graph, stays_whole
-from .lengths import ends_of, in_other_sequences, read_together, sequences_of
+from .lengths import ends_of, in_other_sequences, sequences_of
 from .limits import of_one_dtype
 from .masks import is_without_padding
 from .options import CAUSAL, FULL, Band, Options, Sequences
@@ -45,6 +46,7 @@ def attention_forward(
     cu_seq_lens_k: Tensor | dict[str, Tensor] | None = None,
     cache: Any = None,
     indices: Tensor | None = None,
+    rotated: tuple[Tensor, Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of a module of transformers.
@@ -67,10 +69,12 @@ def attention_forward(
         position_bias: ``[B or 1, N, S_q, S_k]``, added to the scores.
         cu_seq_lens_q: ``[1 + sequences]``, of packed sequences in a batch of one.
         cu_seq_lens_k: the same for the keys; with a paged cache by type of layer.
-        cache: the paged cache of continuous batching.
+        cache: the paged cache of continuous batching, where the module leaves it to its attention to read that.
         indices: ``[B, S_q, k]``, the keys that a query sees of those that the mask leaves it, each once; all of them
             where they are as many as there are keys.
-        kwargs: what other implementations take, and the paged cache.
+        rotated: ``[B, N, S_q, R_r]`` and ``[B, N_k, S_k, R_r]``, the rest of each query and key: of latents the part
+            that is rotated, which lies apart from them in a cache. ``scaling`` has to be given with it.
+        kwargs: what other implementations take, and where a paged cache reads and writes.
 
     Returns:
         ``[B, S_q, N, D_v]``, contiguous, and None: the weights are never in memory.
@@ -82,11 +86,10 @@ def attention_forward(
     if kwargs.get("block_indices") is not None:
         raise ValueError("attention_forward: block_indices are not supported, choose the implementation 'sdpa'")
     if cache is not None:
-        if isinstance(cu_seq_lens_k, dict) and _says_no_more_than_distances(attention_mask):  # of all kinds of layers
-            read_together(cu_seq_lens_q, *cu_seq_lens_k.values())
         kwargs["cu_seq_lens_k"] = cu_seq_lens_k
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
         cu_seq_lens_k = kwargs["cu_seq_lens_k"]
+    is_paged = cache is not None or "read_index" in kwargs  # the model itself reads pages from transformers 5.24 on
     query, key, value = of_one_dtype(query, key, value)
     _check(query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -105,21 +108,28 @@ def attention_forward(
             seen = CAUSAL if is_causal or getattr(module, "is_causal", True) else FULL
         if position_bias is not None and isinstance(seen, Packing):  # a bias is for the batch as it lies, with padding
             seen = attention_mask.left_out(query.device)
-        if packed and cache is None and is_without_padding(attention_mask):  # that of a paged cache knows them
+        if packed and not is_paged and is_without_padding(attention_mask):  # that of a paged cache knows them
             beside = attention_mask.left_out_beside(cu_seq_lens_q, cu_seq_lens_k, query.shape[0], query.device)
             seen = beside[..., : key.shape[2]]
     elif attention_mask is not None:
         seen, added = of_the_caller(attention_mask, query, key)
         if added is not None:
             position_bias = added if position_bias is None else position_bias + added
-        if packed and cache is None and is_without_padding(attention_mask):
+        if packed and not is_paged and is_without_padding(attention_mask):
             sizes = query.shape[0], query.shape[2], key.shape[2]
             others = in_other_sequences(*sizes, cu_seq_lens_q, cu_seq_lens_k, query.device)
             seen = seen | others if isinstance(seen, Tensor) else others
     else:
         seen = band
     options = Options(scale, dropout, s_aux, softcap or 0.0, bias=position_bias)
-    if indices is not None and indices.shape[-1] < key.shape[2]:
+    are_chosen = indices is not None and indices.shape[-1] < key.shape[2]
+    if rotated is not None:
+        rest = Rotated(*of_one_dtype(*rotated))
+        _check_rotated(rest, query, key)
+        if not are_chosen and is_decoding_latents(query, key, value, rest, seen, options):
+            return decode_latents(query, key, rest, seen, options), None
+        query, key = (torch.cat(parts, dim=-1) for parts in ((query, rest.query), (key, rest.key)))
+    if are_chosen:
         return _attend_chosen(query, key, value, indices, seen, attention_mask, options), None
     if isinstance(seen, (Packing, _Lengths)):
         return _attend_packing(query, key, value, seen, options), None
@@ -147,6 +157,15 @@ def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
     if not (query.dtype is key.dtype is value.dtype and query.device == key.device == value.device):
         found = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in (query, key, value))
         raise ValueError(f"attention_forward: query, key and value must have one dtype and device, got {found}")
+
+
+def _check_rotated(rotated: Rotated, query: Tensor, key: Tensor) -> None:
+    """Raise what :func:`attention_forward` says of a rotated part that is not one of its query and key."""
+    pairs = (rotated.query, query), (rotated.key, key)
+    like = all(t.shape[:-1] == of.shape[:-1] and (t.dtype, t.device) == (of.dtype, of.device) for t, of in pairs)
+    if not like or rotated.query.shape[-1] != rotated.key.shape[-1]:
+        found = " and ".join(f"{t.dtype} {list(t.shape)} on {t.device}" for t in rotated)
+        raise ValueError(f"attention_forward: rotated must be the rest of each query and key, got {found}")
 
 
 def _band(query: Tensor, key: Tensor, causal: bool, sliding_window: int | None) -> Band:

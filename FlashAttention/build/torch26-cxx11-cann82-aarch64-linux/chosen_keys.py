@@ -205,7 +205,7 @@ def _with_chosen_keys(
         gathered = gathered.unflatten(0, (-1, count))
         few = query[:, rows].flatten(0, 1)
         scores = (few.float() @ gathered.float().mT).mul_(scale)  # rounded to 16 bits they are further from float64
-        seen = mask_of(mask, begin, end, query).expand(batch, -1, -1).gather(-1, chosen).flatten(0, 1)
+        seen = _mask_at(mask_of(mask, begin, end, query), chosen).flatten(0, 1)
         weights = softmax(masked(scores, seen.unsqueeze(1)).unsqueeze(2), sink).squeeze(2)
         yield _Part(rows, flat, gathered, few, weights)
 
@@ -239,8 +239,18 @@ def _seen(mask: MaskDescription | Tensor, indices: Tensor) -> Tensor:
     parts = []
     for begin, end in in_budget(indices.shape[1], 4 * len(indices) * indices.shape[-1]):
         chosen = indices[:, begin:end].long()
-        parts.append(mask_of(mask, begin, end, chosen).expand(len(indices), -1, -1).gather(-1, chosen))
+        parts.append(_mask_at(mask_of(mask, begin, end, chosen), chosen))
     return torch.cat(parts, dim=1)
+
+
+def _mask_at(rows: Tensor, chosen: Tensor) -> Tensor:
+    """Return what rows of a mask, ``[B or 1, T, S_k]``, say of chosen keys, ``[B, T, k]``.
+
+    A bool one is gathered in float16: CANN gathers bool, and much of uint8, on an AI CPU (ops-nn, gather_elements.cpp).
+    """
+    is_bool = rows.dtype == torch.bool
+    found = (rows.half() if is_bool else rows).expand(len(chosen), -1, -1).gather(-1, chosen)
+    return found.bool() if is_bool else found
 
 
 def in_budget(queries: int, row: int) -> Iterator[tuple[int, int]]:

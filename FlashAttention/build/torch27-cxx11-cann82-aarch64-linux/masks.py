@@ -165,11 +165,11 @@ def _chunks_of(pattern: Pattern) -> Tensor:
     Positions count where any row is packed: of other batches transformers says that they are not, and asks for none.
     """
     ids = pattern.ids
-    places = torch.arange(ids.shape[-1], device=ids.device)
+    places = torch.arange(ids.shape[-1], dtype=torch.int32, device=ids.device)  # CANN divides int64 on an AI CPU
     if pattern.positions is not None:
-        places = torch.where((ids != ids[:, :1]).any(), pattern.positions, places)
+        places = torch.where((ids != ids[:, :1]).any(), pattern.positions.int(), places)
     begins = (torch.diff(ids) != 0) | (torch.diff(places // pattern.chunk) != 0)
-    return F.pad(begins.cumsum(-1), (1, 0))
+    return F.pad(begins.cumsum(-1, dtype=torch.int32), (1, 0))  # and sums int64 there
 
 
 def _in_sequences(ids: Tensor) -> Callable:

@@ -4,6 +4,7 @@ from .choosing import top_k_keys
 from .chosen_keys import attend_chosen
 from .forward import attention_forward
 from .functional import flash_attn_func, flash_attn_varlen_func
+from .lengths import read_together
 from .limits import reads_chosen_in_place
 from .masks import attention_mask
 from .second_derivatives import register_derivative_of_attention
@@ -14,6 +15,7 @@ __all__ = [
     "attention_mask",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "read_together",
     "reads_chosen_in_place",
     "top_k_keys",
 ]

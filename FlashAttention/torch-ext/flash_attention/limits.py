@@ -17,7 +17,9 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_HEAD, _MOST_HEADS, _MOST_BATCHES = 768, 256, 2**21
 _LARGEST_PACKED_GRADIENT = 768 if CANN >= (8, 5) else 512  # of heads
-_LATENT, _ROTATED, _INDEXED = 512, 64, 128  # sizes of heads, the only ones of sparse attention and its indexer
+LATENT, ROTATED = 512, 64  # sizes of the one key head of latents, the only ones of any operator
+LATENT_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)  # of its queries
+_INDEXED = 128  # the size of an indexer's heads
 _CHOSEN = (*range(1, 2049), *range(3072, 8193, 1024))  # how many keys an indexer chooses
 MOST_ROWS_COPIED = 10239  # of a batch: npu_moe_init_routing_v2 takes one expert more, op-plugin's page of that name
 LONGEST = 2**20  # tokens of a sequence, or of all that are packed
@@ -87,8 +89,8 @@ def reads_chosen_in_place(query: Tensor, latents: Tensor, rope: Tensor) -> bool:
         and query.device.type == "npu"
         and query.dtype == latents.dtype == rope.dtype
         and query.dtype in (torch.float16, torch.bfloat16)
-        and (latents.shape[2], rope.shape[2]) == (_LATENT, _ROTATED)
-        and query.shape[2] in (1, 2, 4, 8, 16, 32, 64, 128)
+        and (latents.shape[2], rope.shape[2]) == (LATENT, ROTATED)
+        and query.shape[2] in LATENT_HEADS
         and query.numel() > 0
         and not is_distributed(query, latents, rope)
         and hasattr(torch.ops.npu, "npu_sparse_flash_attention")

@@ -135,6 +135,18 @@ class SigmoidTopKRouterMultiplied(Layer):
         return logits, *gating_top_k(logits, self.top_k, bias, scale=scale, epsilon=epsilon)
 
 
+class SigmoidTopKRouterNormalised(Layer):
+    """Chooses experts by sigmoid and bias, in float32, with weights that are always divided, as Inkling 2 does."""
+
+    def forward(self, hidden_states: Tensor) -> Routed:
+        other = type(self.score_fn) is not nn.Sigmoid or is_watched(self.score_fn)
+        if other or autocast_dtype(hidden_states) is not None:
+            return type(self).forward(self, hidden_states)  # the original's: this is bound to an instance of it
+        logits = float32_logits(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        bias, scale = self.e_score_correction_bias, self.routed_scaling_factor
+        return logits, *gating_top_k(logits, self.top_k, bias, scale=scale)
+
+
 class GroupedSoftmaxTopKRouter(Layer):
     """Chooses experts by softmax, by ``topk_method`` among the groups with the best ones, as DeepSeek-V2 does."""
 
@@ -202,6 +214,15 @@ class SoftmaxTopKRouterUnnormalised(Layer):
     def forward(self, hidden_states: Tensor) -> Routed:
         logits = F.linear(hidden_states, self.weight)
         weights, experts = softmax_top_k(logits, self.top_k, renormalise=False)
+        return logits, weights.to(hidden_states.dtype), experts
+
+
+class SoftmaxTopKRouterInFloat32(Layer):
+    """Chooses experts by the softmax of logits in float32, with weights in the dtype of x, as LaraMini does."""
+
+    def forward(self, hidden_states: Tensor) -> Routed:
+        logits = float32_logits(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        weights, experts = softmax_top_k(logits, self.top_k, renormalise=self.norm_topk_prob)
         return logits, weights.to(hidden_states.dtype), experts
 
 

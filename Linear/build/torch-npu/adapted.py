@@ -1,8 +1,9 @@
 """A linear layer with adapters as one node of autograd.
 
 Node by node that is the product of the layer, two small ones, a scale and an addition of the size of the output for
-each adapter; backward has the scale again, and a copy of each weight gradient. Here the second small product is added
-with its scale in one call. Kept are the input of each adapter, once, and what its first product gives.
+each adapter; backward has the scale again, and a copy of each weight gradient. Here the scale is applied to what the
+first small product gives, and so neither to an output nor to its gradient. Kept are the input of each adapter, once, and
+what its first product gives, scaled.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class AdaptedLinear(torch.autograd.Function):
             wide = operand(rows, b.dtype)
             d_small = scaled_product(wide, b, scale)
             d_a = scaled_product(d_small.t(), operand(rows_of(x if own is None else own), a.dtype)) if needs_a else None
-            d_b = scaled_product(wide.t(), small, scale) if needs_b else None
+            d_b = scaled_product(wide.t(), small) if needs_b else None
             found += [(d_small @ a).view(own.shape).to(own.dtype) if needs_own else None, d_a, d_b]
             if own is None and d_x is not None:
                 add_product(d_x, d_small, a)
@@ -59,14 +60,14 @@ class AdaptedLinear(torch.autograd.Function):
 def outputs_of(
     scales: tuple[float, ...], x: Tensor, weight: Tensor, bias: Tensor | None, *tensors: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Compute what :class:`AdaptedLinear` does, and return the small products with it."""
+    """Compute what :class:`AdaptedLinear` does, and return the small products with it, scaled."""
     y, kept = product(x, weight, bias), []
     rows = rows_of(y)
     for scale, own, a, b in zip(scales, tensors[::3], tensors[1::3], tensors[2::3]):
         assert a is not None
         assert b is not None
-        small = scaled_product(operand(rows_of(x if own is None else own), a.dtype), a.t())
-        add_product(rows, small, b.t(), scale)
+        small = scaled_product(operand(rows_of(x if own is None else own), a.dtype), a.t(), scale)
+        add_product(rows, small, b.t())
         kept.append(small)
     return y, kept
 

@@ -1,7 +1,8 @@
 """Adapters of low rank, and the products that they are made of.
 
-An adapter may be float32 beside layers of 16 bits, as peft makes them: then its products are float32, and what it adds
-is rounded with what it is added to. Large inputs and gradients of bfloat16 are not cast for that: ``mixed.py``.
+The scale is applied to what an adapter's first factor gives, which is small. An adapter may be float32 beside layers of
+16 bits, as peft makes them: then its products are float32, and what it adds is rounded with what it is added to. Large
+inputs and gradients of bfloat16 are not cast for that: ``mixed.py``.
 """
 
 from __future__ import annotations
@@ -58,22 +59,20 @@ def operand(x: Tensor, dtype: torch.dtype) -> Tensor:
 def scaled_product(left: Tensor, right: Tensor, scale: float = 1, out: Tensor | None = None) -> Tensor:
     """Compute ``scale * left @ right`` of two matrices, into ``out`` where that is given.
 
-    It is one call where both are of one dtype. Beside an :func:`operand` of bfloat16 a factor is float32.
+    What comes out is small, and is multiplied behind the product, as CANN's ``aclnnAddmm`` does it too. Beside an
+    :func:`operand` of bfloat16 a factor is float32.
     """
     if left.dtype is not right.dtype:
         product = mixed.mixed_product(left, right, out)
-        return product if scale == 1 else product.mul_(scale)
-    if scale == 1:
-        return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
-    nothing = left.new_empty(1)  # times beta = 0: it is not read
-    return torch.addmm(nothing, left, right, beta=0, alpha=scale, **({} if out is None else {"out": out}))
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1) -> None:
-    """Add ``scale * left @ right`` to a matrix, in place, in float32 and rounded once."""
-    if total.dtype is left.dtype:
-        total.addmm_(left, right, alpha=scale)
-    elif mixed.takes(total, left.dtype):
-        mixed.add_mixed(total, left, right, scale)
     else:
-        total.add_(scaled_product(left, right, scale))
+        product = torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
+    return product if scale == 1 else product.mul_(scale)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right`` to a matrix, in place.
+
+    CANN's ``aclnnInplaceAddmm`` would write a product of 16 bits in float32, cast what it is added to, and their sum
+    back (ops-nn, matmul/mat_mul_v3/op_host/op_api/aclnn_addmm.cpp): 28 bytes an element, where these two calls move 8.
+    """
+    total.add_(torch.mm(left, right))

@@ -44,7 +44,7 @@ class AdaptedPair(torch.autograd.Function):
         d_small = scaled_product(wide, blocks, ctx.scale)
         d_a = d_b = [None, None]
         if any(needs_b):
-            both = scaled_product(wide.t(), small, ctx.scale)
+            both = scaled_product(wide.t(), small)
             d_b = [both[:size, : ranks[0]], both[size:, ranks[0] :]]
         del wide
         if any(needs_a):
@@ -61,12 +61,12 @@ class AdaptedPair(torch.autograd.Function):
 
 
 def pair_of(scale: float, x: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what :class:`AdaptedPair` does, and return the first products of the adapters and the blocks with it."""
+    """Compute what :class:`AdaptedPair` does, and return the adapters' first products, scaled, and the blocks with it."""
     weights, a, b = tensors[::3], tensors[1::3], tensors[2::3]
     blocks = _blocks(b)
     y = product(x, with_neighbour(weights[0]), None)
-    small = scaled_product(operand(rows_of(x), blocks.dtype), torch.cat(tuple(a)).t())
-    add_product(rows_of(y), small, blocks.t(), scale)
+    small = scaled_product(operand(rows_of(x), blocks.dtype), torch.cat(tuple(a)).t(), scale)
+    add_product(rows_of(y), small, blocks.t())
     return y, small, blocks
 
 

@@ -60,7 +60,7 @@ class DroppedLinears(torch.autograd.Function):
             if needs[4 * place + 1]:
                 found[4 * place + 1] = each.sum(0)
             if needs[4 * place + 3]:
-                found[4 * place + 3] = scaled_product(wide.t(), small[place], scale)
+                found[4 * place + 3] = scaled_product(wide.t(), small[place])
             del wide
             if needs[4 * place + 2]:
                 found[4 * place + 2] = d_small.t() @ masks.apply_mask(given, drawn[place], p)  # type: ignore[arg-type]
@@ -78,16 +78,16 @@ class DroppedLinears(torch.autograd.Function):
 def outputs_of(
     factors: Factors, x: Tensor, *tensors: Tensor | None
 ) -> tuple[tuple[Tensor, ...], list[Tensor], list[Tensor]]:
-    """Compute what :class:`DroppedLinears` does, and return the small products and the masks with it."""
+    """Compute what :class:`DroppedLinears` does, and return the small products, scaled, and the masks with it."""
     weights, biases, a, b = (tensors[kind::4] for kind in range(4))
     given = rows_of(x).to(a[0].dtype)  # type: ignore[union-attr]
     outputs, small, drawn = [], [], []
     for (scale, p), weight, bias, one, other in zip(factors, weights, biases, a, b):
         y = product(x, weight, bias)  # type: ignore[arg-type]
         kept, mask = masks.draw(given, p)
-        first = kept @ one.t()  # type: ignore[union-attr]
+        first = scaled_product(kept, one.t(), scale)  # type: ignore[union-attr]
         del kept
-        add_product(rows_of(y), first, other.t(), scale)  # type: ignore[union-attr]
+        add_product(rows_of(y), first, other.t())  # type: ignore[union-attr]
         outputs.append(y)
         small.append(first)
         drawn.append(mask)

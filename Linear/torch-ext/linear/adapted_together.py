@@ -1,7 +1,7 @@
 """Several linear layers of one input, each with an adapter of that input, as one node of autograd.
 
 The first products of all adapters are one, and so are the gradients of their factors ``a``, and what the adapters give
-to the gradient of the input.
+to the gradient of the input. They are transposed, ``[ΣR, T]``: those of each adapter lie together, and are not copied.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ class AdaptedLinears(torch.autograd.Function):
             layers = [*zip(weights, ctx.biases, a, b)]
             return None, *one_by_one(partial(_formula, ctx.scales), x, layers, grads, needs_x, needs)
         rows = [rows_of(grads[place]) for place in used]  # type: ignore[arg-type]
-        small = kept.split([each.shape[0] for each in a], 1)
+        small = kept.split([each.shape[0] for each in a])
         sizes = [a[place].shape[0] for place in used]
-        d_small = kept.new_empty(sum(sizes), kept.shape[0])  # transposed: products go into it side by side
+        d_small = kept.new_empty(sum(sizes), kept.shape[1])
         for place, each, part in zip(used, rows, d_small.split(sizes)):
             wide = operand(each, kept.dtype)
-            scaled_product(b[place].t(), wide.t(), ctx.scales[place], out=part)
+            scaled_product(b[place].t(), wide.t(), out=part)
             if needs[4 * place + 1]:
                 found[4 * place + 1] = each.sum(0)
             if needs[4 * place + 3]:
-                found[4 * place + 3] = scaled_product(wide.t(), small[place], ctx.scales[place])
+                found[4 * place + 3] = scaled_product(wide.t(), small[place].t())
             del wide
+        _scale(d_small, sizes, [ctx.scales[place] for place in used])
         if any(needs[2::4]):
             d_a = scaled_product(d_small, operand(rows_of(x), kept.dtype))
             for place, each in zip(used, d_a.split(sizes)):
@@ -68,17 +69,26 @@ class AdaptedLinears(torch.autograd.Function):
 
 
 def outputs_of(scales: tuple[float, ...], x: Tensor, *tensors: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Compute what :class:`AdaptedLinears` does, and return the first products of the adapters with it."""
+    """Compute what :class:`AdaptedLinears` does, and return the adapters' first products with it, scaled: ``[ΣR, T]``."""
     weights, biases, a, b = (tensors[kind::4] for kind in range(4))
-    joined = _stacked(a)  # type: ignore[arg-type]
-    kept = scaled_product(operand(rows_of(x), joined.dtype), joined.t())
+    joined, sizes = _stacked(a), [each.shape[0] for each in a]  # type: ignore[arg-type, union-attr]
+    kept = scaled_product(joined, operand(rows_of(x), joined.dtype).t())
+    _scale(kept, sizes, scales)
     outputs = []
-    small = kept.split([each.shape[0] for each in a], 1)  # type: ignore[union-attr]
-    for weight, bias, each, factor, scale in zip(weights, biases, small, b, scales):
+    for weight, bias, small, factor in zip(weights, biases, kept.split(sizes), b):
         y = product(x, weight, bias)  # type: ignore[arg-type]
-        add_product(rows_of(y), each, factor.t(), scale)  # type: ignore[union-attr]
+        add_product(rows_of(y), small.t(), factor.t())  # type: ignore[union-attr]
         outputs.append(y)
     return tuple(outputs), kept
+
+
+def _scale(small: Tensor, sizes: Sequence[int], scales: Sequence[float]) -> None:
+    """Multiply rows that belong to several adapters by the scales of these, in place, in one call if these are one."""
+    if len(set(scales)) == 1:
+        sizes, scales = [len(small)], scales[:1]
+    for rows, scale in zip(small.split(sizes), scales):
+        if scale != 1:
+            rows.mul_(scale)
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:

@@ -46,15 +46,11 @@ def from_chunks(
     Returns:
         ``[B, T, H, D]``.
     """
-    y = y.unflatten(0, (number(length), batch, -1, groups))
-    y = (y.sum(3) if groups > 1 else y.squeeze(3)).permute(1, 0, 3, 2, 4)
-    if factor is None:
-        y = y.to(dtype, memory_format=torch.contiguous_format).contiguous()
-    elif torch.compiler.is_compiling():
-        y = (y * filled_up(factor).unflatten(1, (-1, CHUNK))).to(dtype)
-    else:
-        y = torch.mul(y, filled_up(factor).unflatten(1, (-1, CHUNK)), out=y.new_empty(y.shape, dtype=dtype))
-    return y.flatten(1, 2)[:, :length].contiguous()
+    y = y.unflatten(0, (-1, groups)).sum(1) if groups > 1 else y
+    y = y if factor is None else y * to_chunks(factor)
+    y = y.to(dtype)  # before it is turned, which moves half as much of 16 bits
+    y = y.unflatten(0, (number(length), batch, -1)).permute(1, 0, 3, 2, 4).flatten(1, 2)
+    return y[:, :length].contiguous()
 
 
 def by_group(x: Tensor, shared: int) -> Tensor:
@@ -65,6 +61,12 @@ def by_group(x: Tensor, shared: int) -> Tensor:
 def by_head(x: Tensor, shared: int) -> Tensor:
     """View ``[M / shared, shared * C, D]`` as ``[M, C, D]``, as it was before :func:`by_group`."""
     return x.unflatten(1, (shared, -1)).flatten(0, 1)
+
+
+def diagonal_blocks(x: Tensor, size: int) -> Tensor:
+    """View the blocks on the diagonal of ``[M, C, C]``: ``[M, C / size, size, size]``."""
+    blocks = x.unflatten(2, (-1, size)).unflatten(1, (-1, size))
+    return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)
 
 
 def filled_up(x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from .transforms import is_transformed
 from .walk import CHUNK, before_chunks, behind_chunks, from_steps, in_steps, state_gradients, states
 
 BUDGET = 5 * 2**30  # bytes that the states of a segment may take while they are computed
+_THRESHOLD = 20.0  # from here on softplus(x) is x, in torch
 _AT_ONCE = 4  # tensors of all states of a segment that its backward holds: counted on fake tensors
 
 
@@ -87,8 +88,9 @@ class _Steps:
 
     def __init__(self, given: Given, softplus: bool) -> None:
         self.A, self.length = given.A.float(), given.u.shape[1]
-        delta = _raw(given)
-        delta = nn.functional.softplus(delta) if softplus else delta
+        delta = given.delta.float()
+        self.raw = delta if given.bias is None else delta + given.bias.float()
+        delta = nn.functional.softplus(self.raw, threshold=_THRESHOLD) if softplus else self.raw
         self.delta, self.u, self.B, self.C = (in_steps(x) for x in (delta, given.u, given.B, given.C))
         self.decays = (self.delta.unsqueeze(-1) * self.A).exp_()
         self.whole = (self.delta.sum(0).unsqueeze(-1) * self.A).exp_()
@@ -135,7 +137,7 @@ class _SelectiveScan(torch.autograd.Function):
         found: list[Given] = []
         for part, before in reversed(list(zip(_segments(given), around))):
             grads, grad_state = _backward(
-                _of(given, part), ctx.softplus, before[:-1], grad[:, part], grad_state, wanted
+                _of(given, part), ctx.softplus, before[:-1], grad[:, part].contiguous(), grad_state, wanted
             )
             found.insert(0, grads)
         results = (_joined(name, [getattr(one, name) for one in found]) for name in Given._fields)
@@ -177,9 +179,8 @@ def _backward(
     grad, of_z = grad.float(), None
     if given.z is not None:
         z = given.z.float()
-        gate = z.sigmoid()
-        of_z = grad * _skipped(steps.read(walked), given) * gate * (1 + z * (1 - gate))
-        grad = grad * z * gate
+        of_z = torch.ops.aten.silu_backward(grad * _skipped(steps.read(walked), given), z)
+        grad = grad * nn.functional.silu(z)
     u = given.u.float()
     in_grad = in_steps(grad)
     own = in_grad.unsqueeze(-1) * steps.C.unsqueeze(-2)
@@ -193,7 +194,7 @@ def _backward(
     of_a = (of_exponents * steps.delta.unsqueeze(-1)).sum((0, 1, 2)) if wanted.A else None
     of_delta = torch.addcmul((of_exponents * steps.A).sum(-1), of_added, steps.u)
     of_delta = from_steps(of_delta, steps.length)
-    of_delta = of_delta * _raw(given).sigmoid() if softplus else of_delta
+    of_delta = torch.ops.aten.softplus_backward(of_delta, steps.raw, 1.0, _THRESHOLD) if softplus else of_delta
     of_u = from_steps(of_added * steps.delta, steps.length)
     return Given(
         u=of_u if given.D is None else torch.addcmul(of_u, grad, given.D.float()),
@@ -218,8 +219,8 @@ def _segments(given: Given) -> Iterator[slice]:
 
 
 def _of(given: Given, part: slice) -> Given:
-    """Return the arguments of a segment."""
-    u, delta, z, b, c = (None if x is None else x[:, part] for x in given[:5])
+    """Return the arguments of a segment, turned once: operators would copy what is strided again and again."""
+    u, delta, z, b, c = (None if x is None else x[:, part].contiguous() for x in given[:5])
     return Given(u, delta, z, b, c, *given[5:])  # type: ignore[arg-type]
 
 
@@ -228,11 +229,6 @@ def _joined(name: str, parts: list[Tensor | None]) -> Tensor | None:
     if parts[0] is None or len(parts) == 1:
         return parts[0]
     return torch.cat(parts, 1) if name in ("u", "delta", "z", "B", "C") else sum(parts)  # type: ignore[arg-type]
-
-
-def _raw(given: Given) -> Tensor:
-    delta = given.delta.float()
-    return delta if given.bias is None else delta + given.bias.float()
 
 
 def _skipped(y: Tensor, given: Given) -> Tensor:

@@ -34,7 +34,7 @@ def step(tokens: Tokens, state: Tensor | None, options: RuleOptions) -> tuple[Te
         state = value.new_zeros(batch * heads, key.shape[-1], size)
     state = state * decay.transpose(-1, -2)
     change = torch.baddbmm(value, key, state, alpha=-1) * beta
-    state = torch.baddbmm(state, key.transpose(-1, -2), change)
+    state = torch.addcmul(state, key.transpose(-1, -2), change)
     return torch.bmm(query, state).view(batch, 1, heads, size).to(tokens.query.dtype), state
 
 

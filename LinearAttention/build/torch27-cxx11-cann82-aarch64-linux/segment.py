@@ -10,6 +10,10 @@ end and over it, and S the state before the chunk:
 "Gated Delta Networks" (arXiv 2412.06464) and "Kimi Linear" (arXiv 2510.26692), with V' eliminated, so that a chunk
 costs the recurrence one product. β weighs keys where values are added, not the values: its gradient needs no other
 products then than those of Γ do.
+
+What is added to a product is added in place behind it: ``baddbmm`` in float32 copies it first, and writes the product
+into a workspace, with beta = 1 too (CANN's ops-nn, matmul/batch_mat_mul_v3/op_host/op_api/aclnn_baddbmm.cpp). The scan
+alone calls it: one call by the host a chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from torch import Tensor
 
 from . import channel_gates, scalar_gates
 from .chunks import from_chunks, to_chunks
-from .gates import Gates, Led, OfLed, OfProducts, decays, dots, gate_gradients
+from .gates import Decays, Gates, Led, OfLed, OfProducts, decays, dots, gate_gradients
 from .scan import States, scan
 from .sequences import Bounds
 from .triangle import inverse
@@ -124,7 +128,7 @@ def chunks_of(tokens: Tokens, factors: NormFactors, bounds: Bounds | None) -> Ch
 def inner(chunks: Chunks) -> tuple[Inner, Tensor, Led]:
     """Compute what chunks know without a state, eQ, ``[M, C, K]``, and keys with their decays."""
     between, keys, queries, led_query, led = chunks.kind.products(chunks)
-    return Inner(between, keys, queries, inverse(keys * chunks.beta.transpose(-1, -2))), led_query, led
+    return Inner(between, keys, queries, inverse(keys * -chunks.beta.transpose(-1, -2))), led_query, led
 
 
 class _Parts(NamedTuple):
@@ -138,7 +142,8 @@ class _Parts(NamedTuple):
 def _equations(chunks: Chunks, found: Inner, led: Led) -> _Parts:
     weighted, read = found.queries * chunks.beta.transpose(-1, -2), led.read(found.inverse, chunks.shared)
     removed = torch.bmm(led.trailed.transpose(-1, -2), read)
-    removed.diagonal(dim1=-2, dim2=-1).sub_(led.whole)
+    eye = torch.eye(removed.shape[-1], dtype=removed.dtype, device=removed.device)
+    removed.addcmul_(eye, led.whole.unsqueeze(-1), value=-1)  # nothing writes to a diagonal but the AI CPU: triangle.py
     return _Parts(weighted, read, removed.unflatten(0, (-1, chunks.rows)))
 
 
@@ -163,10 +168,10 @@ def forward(
     new = torch.bmm(found.inverse, value)  # U
     added = torch.bmm(led.trailed.transpose(-1, -2), new)
     states = scan(parts.removed, added.unflatten(0, (-1, chunks.rows)), state)
-    read = torch.baddbmm(led_query, parts.weighted, parts.read, alpha=-1)
+    read = led_query.sub_(torch.bmm(parts.weighted, parts.read))
     before = states.before.flatten(0, 1)
-    out = torch.baddbmm(torch.bmm(parts.weighted, new), read, before)
-    return out, states, Used(read, torch.baddbmm(new, parts.read, before, alpha=-1)) if keep else None
+    out = torch.bmm(parts.weighted, new).add_(torch.bmm(read, before))
+    return out, states, Used(read, new.sub_(torch.bmm(parts.read, before))) if keep else None
 
 
 def last_state(chunks: Chunks, value: Tensor, state: Tensor) -> Tensor:
@@ -193,31 +198,40 @@ def backward(
     Returns:
         The gradients of query, key, value and beta, two parts of those of gates, and that of the first state.
     """
-    kind, edges = chunks.kind, decays(chunks.gates)
-    led = kind.led(chunks, edges)
+    edges = decays(chunks.gates)
+    grad_new, of_led, of_whole, first = _through_states(chunks, found, used, states, grad, grad_state, edges)
+    across = used.value.transpose(-1, -2)
+    grad_keys, grad_queries = torch.bmm(grad_new, across), torch.bmm(grad, across)  # of -A and P, without β
+    pairs = grad_queries * found.queries
+    alone = pairs.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone()
+    pairs.addcmul_(grad_keys, found.keys, value=-1).tril_(-1)
+    given = pairs.sum(-2).unsqueeze(-1)
+    of_products = OfProducts(grad_keys, grad_queries, pairs, given)
+    query, key, sums, kept, passed = chunks.kind.gradients_of_gates(chunks, edges, of_products, found.between, of_led)
+    sums[:, -1:] += of_whole
+    return query, key, grad_new, given + alone + kept, passed, sums, first
+
+
+def _through_states(
+    chunks: Chunks, found: Inner, used: Used, states: Tensor, grad: Tensor, grad_state: Tensor | None, edges: Decays
+) -> tuple[Tensor, OfLed, Tensor, Tensor]:
+    """Compute the gradients of values, of what has decays to the bounds of its chunk, of these, and of the first state.
+
+    What it computes on the way is as large as all that follows, and freed before.
+    """
+    led = chunks.kind.led(chunks, edges)
     parts = _equations(chunks, found, led)
     added = torch.bmm(used.read.transpose(-1, -2), grad).unflatten(0, (-1, chunks.rows))
     grads = scan(parts.removed.transpose(-1, -2), added, grad_state, backwards=True)
     before, behind = states.flatten(0, 1), grads.before.flatten(0, 1)
-
-    grad_value = torch.bmm(parts.weighted.transpose(-1, -2), grad)
-    grad_value = torch.baddbmm(grad_value, led.trailed, behind)
+    grad_value = torch.bmm(parts.weighted.transpose(-1, -2), grad).add_(torch.bmm(led.trailed, behind))
     grad_new = torch.bmm(found.inverse.transpose(-1, -2), grad_value)
-    across = used.value.transpose(-1, -2)
-    grad_keys, grad_queries = torch.bmm(grad_new, across), torch.bmm(grad, across)  # of -A and P, without β
     turned = before.transpose(-1, -2)
     of_led = OfLed(
         torch.bmm(grad, turned), torch.bmm(grad_new, turned), torch.bmm(used.value, behind.transpose(-1, -2))
     )
-
-    pairs = grad_queries * found.queries
-    alone = pairs.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone()
-    pairs.addcmul_(grad_keys, found.keys, value=-1).diagonal(dim1=-2, dim2=-1).zero_()
-    given = pairs.sum(-2).unsqueeze(-1)
-    of_products = OfProducts(grad_keys, grad_queries, pairs, given)
-    query, key, sums, kept, passed = kind.gradients_of_gates(chunks, edges, of_products, found.between, of_led)
-    sums[:, -1:] += led.whole.unsqueeze(1) * _shared(before, behind, sums.shape[-1])
-    return query, key, grad_new, given + alone + kept, passed, sums, grads.last
+    of_whole = led.whole.unsqueeze(1) * _shared(before, behind, led.whole.shape[-1])
+    return grad_new, of_led, of_whole, grads.last
 
 
 def _shared(before: Tensor, behind: Tensor, size: int) -> Tensor:

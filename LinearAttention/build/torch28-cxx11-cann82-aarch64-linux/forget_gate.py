@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .derivatives import gradients
+from .derivatives import by_formula, gradients
 from .distributed import is_distributed
 from .gates import dots
 from .transforms import is_transformed
@@ -43,7 +43,7 @@ def forget_gate(x: Tensor, bias: Tensor, a_log: Tensor) -> Tensor:
 class _ForgetGate(torch.autograd.Function):
     """Computes it in one pass after the other, and its gradient without any of them but the first.
 
-    A second derivative goes through :func:`_by_torch_alone`.
+    A second derivative, and several gradients at once, go through :func:`_by_torch_alone`.
     """
 
     @staticmethod
@@ -55,7 +55,7 @@ class _ForgetGate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, bias, a_log, out = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if by_formula(grad):
             return tuple(gradients(_by_torch_alone, (x, bias, a_log), ctx.needs_input_grad, grad))
         rate, sums = _rate(a_log), (0, 1)
         of_softplus = torch.ops.aten.softplus_backward(grad, x + bias.float(), 1.0, _THRESHOLD)

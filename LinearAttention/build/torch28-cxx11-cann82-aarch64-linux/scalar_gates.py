@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor, Led]:
     """Compute ``Γᵢⱼ = exp(sumᵢ - sumⱼ)`` for j ≤ i, ``kᵢ·kⱼ Γᵢⱼ`` for j < i and ``qᵢ·kⱼ Γᵢⱼ``, and eQ behind them."""
     between, turned = _between(chunks.gates), chunks.key.transpose(-1, -2)
-    of_keys = _weighted(torch.bmm(chunks.key, turned), between, chunks.shared)
-    of_keys.diagonal(dim1=-2, dim2=-1).zero_()
+    of_keys = _weighted(torch.bmm(chunks.key, turned), between, chunks.shared).tril_(-1)
     of_queries = _weighted(torch.bmm(chunks.query, turned), between, chunks.shared)
     edges = decays(chunks.gates)
     return between, of_keys, of_queries, _weighted(chunks.query, edges.lead, chunks.shared), led(chunks, edges)
@@ -40,9 +39,9 @@ def gradients_of_gates(
     Args:
         chunks: the tokens.
         decays: of them.
-        of_products: the gradients of products.
+        of_products: the gradients of products; they are written over.
         between: Γ.
-        of_led: those of keys and queries with their decays.
+        of_led: those of keys and queries with their decays, likewise.
     """
     query, key, beta, shared, (lead, trail, _) = chunks.query, chunks.key, chunks.beta, chunks.shared, decays
     carried = lead * (dots(of_led.query, query, shared) - dots(of_led.key, key, shared))
@@ -50,12 +49,12 @@ def gradients_of_gates(
     sums = torch.bmm(of_products.pairs, beta) - beta * of_products.given + carried
 
     between = between * beta.transpose(-1, -2)
-    grad_keys, grad_queries = (_summed(shared, (grad, between)) for grad in (of_products.keys, of_products.queries))
-    grad_keys.diagonal(dim1=-2, dim2=-1).zero_()
-    grad_query = torch.baddbmm(_summed(shared, (of_led.query, lead)), grad_queries, key)
-    grad_key = _summed(shared, (of_led.trailed, trail * beta), (of_led.key, -lead))
-    grad_key = torch.baddbmm(grad_key, grad_queries.transpose(-1, -2), query)
-    grad_key = torch.baddbmm(grad_key, grad_keys + grad_keys.transpose(-1, -2), key, alpha=-1)
+    grad_keys, grad_queries = (_summed(grad.mul_(between), shared) for grad in (of_products.keys, of_products.queries))
+    grad_keys.tril_(-1)
+    grad_query = _summed(of_led.query.mul_(lead), shared).add_(torch.bmm(grad_queries, key))
+    grad_key = of_led.trailed.mul_(trail * beta).addcmul_(of_led.key, lead, value=-1)
+    grad_key = _summed(grad_key, shared).add_(torch.bmm(grad_queries.transpose(-1, -2), query))
+    grad_key.sub_(torch.bmm(grad_keys + grad_keys.transpose(-1, -2), key))
     return Gradients(grad_query, grad_key, sums, kept, kept * beta)
 
 
@@ -64,15 +63,9 @@ def _weighted(x: Tensor, weights: Tensor, shared: int) -> Tensor:
     return (x.unsqueeze(1) * weights.unflatten(0, (-1, shared))).flatten(0, 1)
 
 
-def _summed(shared: int, *weighted: tuple[Tensor, Tensor]) -> Tensor:
-    """Add up pairs of ``[M, C, D]`` and weights ``[M, C, 1 or D]`` over the heads that share a key."""
-    (first, weights), *others = [
-        parts for pair in weighted for parts in zip(*(x.unflatten(0, (-1, shared)).unbind(1) for x in pair))
-    ]
-    total = first * weights
-    for x, weights in others:
-        total = torch.addcmul(total, x, weights)
-    return total
+def _summed(x: Tensor, shared: int) -> Tensor:
+    """Add up ``[M, C, D]`` over the heads that share a key, ``[M / shared, C, D]``."""
+    return x if shared == 1 else x.unflatten(0, (-1, shared)).sum(1)
 
 
 def _between(gates: Gates) -> Tensor:
@@ -81,6 +74,6 @@ def _between(gates: Gates) -> Tensor:
     exponents = sums - sums.transpose(-1, -2)
     if bounds is None:
         later = torch.ones(sums.shape[1], sums.shape[1], dtype=torch.bool, device=sums.device).triu(1)
-        return exponents.masked_fill(later, float("-inf")).exp()
+        return exponents.masked_fill_(later, float("-inf")).exp_()
     by_row = exponents.unflatten(0, (*bounds.same.shape[:2], -1))
-    return by_row.masked_fill(~bounds.same.unsqueeze(2), float("-inf")).exp().flatten(0, 2)
+    return by_row.masked_fill_(~bounds.same.unsqueeze(2), float("-inf")).exp_().flatten(0, 2)

@@ -3,13 +3,15 @@
 ``Σ_d a_id b_jd exp(sum_id - sum_jd)`` is no matrix product, and all its terms take C times the memory of a and b. But
 ``exp(sumᵢ - sumₘ) exp(sumₘ - sumⱼ)`` for a token m between j and i is one, and neither factor exceeds one. A chunk is
 halved, and its halves are, down to single tokens: the pairs of one token of a second half and one of the first half
-before it have the last token of that between them. These are six products of all second halves with all first ones, of
-which each keeps its own pairs.
+before it have the last token of that between them. These are six products, each of whole tiles, of which the pairs of
+one halving are kept.
+
+Keys and queries stand beside each other, and whole tensors are multiplied where one half would do: what is strided is
+copied before an operator, and behind one that writes to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,7 +19,6 @@ from torch import Tensor
 
 from .chunks import CHUNK
 from .gates import Decays, Gates, Gradients, Led, OfLed, OfProducts, dots
-from .transforms import is_transformed
 
 if TYPE_CHECKING:
     from .segment import Chunks
@@ -26,56 +27,67 @@ if TYPE_CHECKING:
 _TILE = 16  # rows and columns of which the device makes its products
 
 
-class _Halving(NamedTuple):
-    """Holds what is known of one halving, into P pairs of halves of b tokens.
+class _Level(NamedTuple):
+    """Holds keys and queries with their decays within halves of some tokens each.
 
     Attributes:
-        size: b.
-        earlier: the decays from tokens of first halves to the ends of these, ``[M, P, b, K]``; the next halving writes
-            over them.
-        later: those from there to tokens of second halves, likewise.
-        pairs: 1 where a second half is the one behind a first half, ``[P, 1, 1, P, 1]``.
+        size: the tokens of a half, b.
+        later: keys and queries with the decays from the start of their half, ``[M, C, 2, K]``.
+        earlier: keys with those to the end of their half, ``[M, C, K]``.
+        whole: the decays over halves, ``[M, C / b, K]``.
     """
 
     size: int
-    earlier: Tensor
     later: Tensor
-    pairs: Tensor
+    earlier: Tensor
+    whole: Tensor
 
-    def first(self, x: Tensor) -> Tensor:
-        """View the first halves of ``[M, C, ...]``: ``[M, P, b, ...]``."""
-        return x.unflatten(1, (-1, 2, self.size))[:, :, 0]
+    def rows(self) -> Tensor:
+        """View keys and queries by tiles, of which no pair of halves is in two, ``[M C / W, 2 W, K]``."""
+        return self.later.flatten(1, 2).unflatten(1, (-1, 2 * self.tile)).flatten(0, 1)
 
-    def second(self, x: Tensor) -> Tensor:
-        """View the second halves of ``[M, C, ...]``: ``[M, P, b, ...]``."""
-        return x.unflatten(1, (-1, 2, self.size))[:, :, 1]
+    def columns(self) -> Tensor:
+        """View earlier keys likewise, ``[M C / W, W, K]``."""
+        return self.earlier.unflatten(1, (-1, self.tile)).flatten(0, 1)
 
-    def between(self, x: Tensor) -> Tensor:
-        """View the rows of second halves and columns of first ones in ``[M, C, 2, C]``: ``[M, P, b, 2, P, b]``."""
-        return self.second(x).unflatten(4, (-1, 2, self.size))[:, :, :, :, :, 0]
+    @property
+    def tile(self) -> int:
+        """The tokens of a tile, W."""
+        return max(_TILE, 2 * self.size)
+
+
+class _Carried(NamedTuple):
+    """Holds what takes the decays of halves to those of pairs of halves.
+
+    Attributes:
+        later: 1 for tokens of first halves, and the decay over the first half for those of second ones,
+            ``[M, P, 2, 1, 1, K]``.
+        earlier: the decay over the second half for those of first halves, and 1, ``[M, P, 2, 1, K]``.
+        whole: the decays over pairs, ``[M, P, K]``.
+    """
+
+    later: Tensor
+    earlier: Tensor
+    whole: Tensor
 
 
 def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor, Led]:
-    """Compute ``Σ_d k_id k_jd Γ_ijd`` for j < i and ``Σ_d q_id k_jd Γ_ijd`` for j ≤ i, between no Γ and eQ.
-
-    Keys and queries take in the decays of one halving after the other, until they have those of the whole chunk. The
-    keys of the chunks are written over.
-    """
+    """Compute ``Σ_d k_id k_jd Γ_ijd`` for j < i and ``Σ_d q_id k_jd Γ_ijd`` for j ≤ i, between no Γ and eQ."""
     query, key = chunks.query, chunks.key
-    of_keys, of_queries = (key[:, 0, 0].new_zeros(len(key), CHUNK, CHUNK) for _ in range(2))
-    of_queries.diagonal(dim1=-2, dim2=-1).copy_(dots(query, key).squeeze(-1))
-    whole = _first_decays(chunks.gates)  # of halves, and of tokens at first
-    later_key, later_query, earlier = key * whole, query * whole, key
-    size = 1
-    while size < CHUNK:
-        for x, found in ((later_key, of_keys), (later_query, of_queries)):
-            _own_pairs(found, size).copy_(_products_of_halves(x, earlier, size))
-        first, second = whole.unflatten(1, (-1, 2)).unbind(2)
-        later_key, later_query = (_decayed(x, 1, first) for x in (later_key, later_query))
-        earlier, whole = _decayed(earlier, 0, second), first * second
-        size *= 2
-    all_led = Led(later_key, None, earlier * chunks.beta, whole[:, 0])
-    return key.new_empty(0), of_keys, of_queries, later_query, all_led
+    eye = torch.eye(_TILE, dtype=key.dtype, device=key.device)
+    alone = torch.stack((torch.zeros_like(eye), eye), 1)  # a token with itself: of queries alone
+    found = dots(query, key).unflatten(1, (-1, _TILE)).unsqueeze(-1) * alone  # [M, C / W, W, 2, W]
+    masks, level = _masks(key), _tokens(chunks)
+    for mask in masks:
+        if level.tile > found.shape[-1]:
+            found = _in_larger_tiles(found)
+        product = torch.bmm(level.rows(), level.columns().transpose(-1, -2))
+        found.addcmul_(product.view(found.shape), mask[: level.tile, None, : level.tile])
+        level = _joined(level, _carried(level))
+    led_key, led_query = (x.contiguous() for x in level.later.unbind(2))
+    of_keys, of_queries = (x.contiguous() for x in found.squeeze(1).unbind(2))
+    all_led = Led(led_key, None, level.earlier * chunks.beta, level.whole[:, 0])
+    return key.new_empty(0), of_keys, of_queries, led_query, all_led
 
 
 def led(chunks: Chunks, decays: Decays) -> Led:
@@ -88,77 +100,76 @@ def gradients_of_gates(chunks: Chunks, decays: Decays, of_products: OfProducts, 
     """Compute the gradients of queries, keys and sums of gates.
 
     A sum enters as that of a later token, or as that of an earlier one, so that its gradient is what the gradients of
-    later tokens make with them, less what those of earlier ones do.
+    later tokens make with them, less what those of earlier ones do. These go from the chunk down to single tokens: a
+    level adds what its pairs give.
 
     Args:
         chunks: the tokens.
         decays: of them.
         of_products: the gradients of products.
-        of_led: those of keys and queries with their decays; they are written over.
+        of_led: those of keys and queries with their decays; that of βlK is written over.
     """
-    query, key, beta, (lead, trail, _) = chunks.query, chunks.key, chunks.beta, decays
-    weights = _beside(of_products.keys, of_products.queries, beta.transpose(-1, -2))
-    later = _beside(of_led.key, of_led.query, lead)  # that of keys with its sign changed
-    earlier = torch.zeros(key.shape, dtype=key.dtype, device=key.device)
-    for halving in _halvings(chunks.gates):
-        if halving.size == 1:
-            _add_neighbours(halving, query, key, weights, later, earlier)
-            continue
-        of_pairs = (halving.between(weights) * halving.pairs).flatten(1, 3).flatten(2)
-        near = (halving.first(key) * halving.earlier).flatten(1, 2)
-        far = _beside(halving.second(key), halving.second(query), halving.later, sign=-1)
-        of_near = torch.bmm(of_pairs.transpose(-1, -2), far.flatten(1, 3))
-        halving.second(later).addcmul_(torch.bmm(of_pairs, near).view(far.shape), halving.later.unsqueeze(3))
-        halving.first(earlier).addcmul_(of_near.view(halving.earlier.shape), halving.earlier)
-    later_key, later_query = later.unbind(2)
-    sums = torch.addcmul(query * later_query, key, later_key + earlier, value=-1)
+    query, key, beta = chunks.query, chunks.key, chunks.beta
+    weights = torch.stack((of_products.keys * -beta.transpose(-1, -2), of_products.queries * beta.transpose(-1, -2)), 2)
+    masks, tiles = [*_masks(key)], weights.unsqueeze(1)
+    levels = [_tokens(chunks)]
+    carried = [_carried(levels[0])]
+    first_decays = levels[0].whole
+    while 2 * levels[-1].size < CHUNK:
+        levels.append(_joined(levels[-1], carried[-1]))
+        carried.append(_carried(levels[-1]))
+    later, earlier = torch.stack((of_led.key, of_led.query), 2), None
+    signs = torch.arange(-1, 2, 2, dtype=key.dtype, device=key.device).unsqueeze(-1)  # that of keys is of -eK
+    carried[-1] = carried[-1]._replace(later=carried[-1].later * signs)
+    while levels:
+        level, carry, mask = levels.pop(), carried.pop(), masks.pop()
+        if level.tile < tiles.shape[-1]:
+            tiles = _in_smaller_tiles(tiles)
+        pairs = (tiles * mask[: level.tile, None, : level.tile]).flatten(2, 3).flatten(0, 1)
+        of_rows, of_columns = torch.bmm(pairs, level.columns()), torch.bmm(pairs.transpose(-1, -2), level.rows())
+        later = _plus_carried(of_rows.view(later.shape), later, carry.later)
+        of_columns = of_columns.view(key.shape)
+        earlier = of_columns if earlier is None else _plus_carried(of_columns, earlier, carry.earlier)
+    later = later * first_decays.unsqueeze(2)
+    later_key, later_query = (x.contiguous() for x in later.unbind(2))
+    sums = (query * later_query).addcmul_(key, later_key - earlier)
     alone = weights[:, :, 1].diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # a token with itself: no gate has part in it
-    trailed = of_led.trailed.mul_(trail)
-    grad_key = earlier.sub_(later_key).addcmul_(query, alone).addcmul_(trailed, beta)
+    trailed = of_led.trailed.mul_(decays.trail)
+    grad_key = earlier.add_(later_key).addcmul_(query, alone).addcmul_(trailed, beta)
     kept = trailed.mul_(key)
     of_beta = kept.sum(-1, keepdim=True)
-    grad_query = torch.addcmul(later_query, key, alone)
-    return Gradients(grad_query, grad_key, sums, of_beta, kept.mul_(beta))
+    return Gradients(later_query.addcmul_(key, alone), grad_key, sums, of_beta, kept.mul_(beta))
 
 
-def _beside(keys: Tensor, queries: Tensor, weights: Tensor, sign: int = 1) -> Tensor:
-    """Put ``sign * keys * weights`` beside ``queries * weights``: ``[..., 2, D]`` from ``[..., D]``."""
-    if torch.compiler.is_compiling():  # which writes into nothing that is given
-        return torch.stack([keys * weights * sign, queries * weights], -2)
-    both = keys.new_empty(*keys.shape[:-1], 2, keys.shape[-1])
-    torch.addcmul(keys.new_zeros(()), keys, weights, value=sign, out=both[..., 0, :])
-    torch.mul(queries, weights, out=both[..., 1, :])
-    return both
+def _tokens(chunks: Chunks) -> _Level:
+    """Return the level of single tokens, each of which is a half."""
+    whole = _first_decays(chunks.gates)
+    later = torch.stack((chunks.key, chunks.query), 2) * whole.unsqueeze(2)
+    return _Level(1, later, chunks.key, whole)
 
 
-def _add_neighbours(
-    halving: _Halving, query: Tensor, key: Tensor, weights: Tensor, later: Tensor, earlier: Tensor
-) -> None:
-    """Add what pairs of two single tokens make: a number weighs each, and no product of matrices is needed."""
-    own = halving.between(weights).diagonal(dim1=1, dim2=4).movedim(-1, 1)  # [M, P, 1, 2, 1]
-    near = halving.first(key) * halving.later
-    halving.second(later).addcmul_(near.unsqueeze(3), own)
-    of_first = (halving.second(query) * own[..., 1, :]).addcmul_(halving.second(key), own[..., 0, :], value=-1)
-    halving.first(earlier).addcmul_(of_first, halving.later)
+def _carried(level: _Level) -> _Carried:
+    """Compute what takes the decays of a level to those of the next one."""
+    first, second = (x.contiguous() for x in level.whole.unflatten(1, (-1, 2)).unbind(2))
+    one, other = torch.eye(2, dtype=first.dtype, device=first.device).unsqueeze(-1).unbind()
+    later = torch.addcmul(one, other, first.unsqueeze(2))  # 1, and the decay
+    earlier = torch.addcmul(other, one, second.unsqueeze(2))
+    return _Carried(later[:, :, :, None, None], earlier[:, :, :, None], first * second)
 
 
-def _halvings(gates: Gates) -> Iterator[_Halving]:
-    """Give all halvings of chunks, from that into single tokens to that into halves of the chunk.
+def _joined(level: _Level, carried: _Carried) -> _Level:
+    """Return the level of halves that are pairs of a level's."""
+    by_half = (-1, 2, level.size)
+    later = (level.later.unflatten(1, by_half) * carried.later).flatten(1, 3)
+    earlier = (level.earlier.unflatten(1, by_half) * carried.earlier).flatten(1, 3)
+    return _Level(2 * level.size, later, earlier, carried.whole)
 
-    The decays to the ends of a pair are those to the ends of its halves, times what the other half decays by. Nothing
-    is left of what comes before a sequence.
-    """
-    lead = _first_decays(gates)  # from the start of the half
-    trail = torch.ones_like(lead)  # to the end of the half
-    size = 1
-    while size < CHUNK:
-        (one, later), (earlier, _) = (x.unflatten(1, (-1, 2, size)).unbind(2) for x in (lead, trail))
-        pairs = torch.eye(CHUNK // 2 // size, dtype=lead.dtype, device=lead.device)[:, None, None, :, None]
-        yield _Halving(size, earlier, later, pairs)
-        size *= 2
-        if size < CHUNK:
-            earlier.mul_(later[:, :, -1:])
-            later.mul_(one[:, :, -1:])
+
+def _plus_carried(own: Tensor, above: Tensor, factor: Tensor) -> Tensor:
+    """Add to the gradients that the pairs of a level give those of the level above it, times the decays to there."""
+    by_half = (factor.shape[1], 2, -1)
+    own.unflatten(1, by_half).addcmul_(above.unflatten(1, by_half), factor)
+    return own
 
 
 def _first_decays(gates: Gates) -> Tensor:
@@ -169,38 +180,28 @@ def _first_decays(gates: Gates) -> Tensor:
     same, carried, _ = gates.bounds
     behind = same.diagonal(-1, dim1=-2, dim2=-1)[:, :, None, :, None]  # whether a token belongs to that before it
     first = ~torch.cat([carried[..., :1, :], behind], 3)
-    return each.unflatten(0, (*same.shape[:2], -1)).masked_fill(first, 0).flatten(0, 2)
+    return each.unflatten(0, (*same.shape[:2], -1)).masked_fill_(first, 0).flatten(0, 2)
 
 
-def _decayed(x: Tensor, half: int, factor: Tensor) -> Tensor:
-    """Multiply the first or the second halves in ``[M, C, K]`` with ``[M, P, K]``, in place where that may be."""
-    halves = x.unflatten(1, (factor.shape[1], 2, -1))
-    if not is_transformed():
-        halves[:, :, half].mul_(factor.unsqueeze(2))
-        return x
-    parts = list(halves.unbind(2))  # torch.func may need what would be written over
-    parts[half] = parts[half] * factor.unsqueeze(2)
-    return torch.stack(parts, 2).flatten(1, 3)
+def _masks(like: Tensor) -> Tensor:
+    """Return for each size of halves 1 where a token of a second half meets one of the first half before it.
 
-
-def _products_of_halves(later: Tensor, earlier: Tensor, size: int) -> Tensor:
-    """Multiply the second halves of b tokens each in one tensor with the first halves before them in another one.
-
-    Halves of less than a tile are multiplied with all of the tile, and what is not theirs is left.
-
-    Returns:
-        ``[M, b, b, P]``.
+    ``[log₂ C, C, C]``. What writes to such pairs alone is left to the AI CPU: triangle.py.
     """
-    if size < _TILE:
-        tiles = [x.unflatten(1, (-1, _TILE)).flatten(0, 1) for x in (later, earlier)]
-        product = torch.bmm(tiles[0], tiles[1].transpose(-1, -2)).unflatten(0, (len(later), -1))
-        own = product.unflatten(3, (-1, 2, size)).unflatten(2, (-1, 2, size))[:, :, :, 1, :, :, 0]
-        return own.diagonal(dim1=2, dim2=4).permute(0, 2, 3, 1, 4).flatten(3)
-    halves = (x.unflatten(1, (-1, 2, size))[:, :, half].flatten(0, 1) for half, x in ((1, later), (0, earlier)))
-    left, right = halves
-    return torch.bmm(left, right.transpose(-1, -2)).unflatten(0, (len(later), -1)).permute(0, 2, 3, 1)
+    places = torch.arange(CHUNK, dtype=like.dtype, device=like.device)
+    sizes = places[: CHUNK.bit_length() - 1].exp2().round().unsqueeze(-1)
+    pairs = (places / (2 * sizes)).floor()
+    is_second = (places / sizes).floor() - 2 * pairs
+    same = pairs.unsqueeze(2) == pairs.unsqueeze(1)
+    return same * is_second.unsqueeze(2) * (1 - is_second).unsqueeze(1)
 
 
-def _own_pairs(x: Tensor, size: int) -> Tensor:
-    """View what second halves have with the first halves before them in ``[M, C, C]``: ``[M, b, b, P]``."""
-    return x.unflatten(2, (-1, 2, size)).unflatten(1, (-1, 2, size))[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3)
+def _in_larger_tiles(x: Tensor) -> Tensor:
+    """Put each two of ``[M, C / W, W, 2, W]`` on the diagonal of a tile, ``[M, C / 2W, 2W, 2, 2W]``."""
+    eye = torch.eye(2, dtype=x.dtype, device=x.device)[:, None, None, :, None]
+    return (x.unflatten(1, (-1, 2)).unsqueeze(5) * eye).flatten(5).flatten(2, 3)
+
+
+def _in_smaller_tiles(x: Tensor) -> Tensor:
+    """Copy the two tiles on the diagonals of ``[M, C / 2W, 2W, 2, 2W]``, ``[M, C / W, W, 2, W]``."""
+    return x.unflatten(4, (2, -1)).unflatten(2, (2, -1)).diagonal(dim1=2, dim2=5).movedim(-1, 2).flatten(1, 2)

@@ -24,8 +24,8 @@ def final_states(tokens: Tokens, between: Tensor, cu_seqlens: Tensor, options: R
     with torch.no_grad():
         length = tokens.value.shape[1]
         begins, ends = cu_seqlens[:-1].to(between.device), cu_seqlens[1:].to(between.device)
-        chunk = (ends - 1).clamp(min=0) // CHUNK
-        places = (chunk * CHUNK).unsqueeze(-1) + torch.arange(CHUNK, device=between.device)
+        chunk = (ends - 1).clamp(min=0).int() // CHUNK  # CANN divides int64 on an AI CPU
+        places = (chunk * CHUNK).unsqueeze(-1) + torch.arange(CHUNK, dtype=torch.int32, device=between.device)
         mine = (places >= begins.unsqueeze(-1)) & (places < ends.unsqueeze(-1))
         index = places.clamp(max=length - 1).flatten()
         parts = []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .derivatives import gradients
+from .derivatives import by_formula, gradients
 from .distributed import is_distributed
 from .functional import is_norm_fused, norm
 
@@ -77,7 +77,7 @@ def gated_norm(
 class _RoundedGatedNorm(torch.autograd.Function):
     """Computes the norm in 16 bits, and then the gate: an operator for each, which compute in float32.
 
-    A second derivative goes through :func:`_in_steps`.
+    A second derivative, and several gradients at once, go through :func:`_in_steps`.
     """
 
     @staticmethod
@@ -90,7 +90,7 @@ class _RoundedGatedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight, rstd = ctx.saved_tensors  # once: checkpoints refuse a second look
-        if torch.is_grad_enabled():
+        if by_formula(grad):
             return *_differentiable(ctx, (x, gate, weight), grad, _SILU), None
         both = _behind_each_other(gate, torch.ops.npu.npu_rms_norm(x, weight, ctx.eps)[0])
         of_gate, of_normed = _SILU.gradient(grad.reshape(-1), both).view(2, *x.shape).unbind()
@@ -101,7 +101,7 @@ class _RoundedGatedNorm(torch.autograd.Function):
 class _GatedNorm(torch.autograd.Function):
     """Computes ``weight`` times the product of two halves of one tensor in float32: the normed x and the gate.
 
-    A second derivative goes through :func:`_in_steps`.
+    A second derivative, and several gradients at once, go through :func:`_in_steps`.
     """
 
     @staticmethod
@@ -116,7 +116,7 @@ class _GatedNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight, rstd = ctx.saved_tensors  # once: checkpoints refuse a second look
         kind = ctx.kind
-        if torch.is_grad_enabled():
+        if by_formula(grad):
             return *_differentiable(ctx, (x, gate, weight), grad, kind), None, None
         both = _side_by_side(x, gate, rstd, kind)
         of_both = kind.gradient(grad.reshape(-1).float(), both).view(2, *x.shape)

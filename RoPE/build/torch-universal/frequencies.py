@@ -33,6 +33,7 @@ def _prefix(layer_type: str | None) -> str:
 
 def _update_of(cls: type[nn.Module], kind: str):
     """Return the function inside of the decorator of a class's forward that changes its frequencies."""
-    decorated = cls.forward.__wrapped__  # below torch.no_grad
-    cells = dict(zip(decorated.__code__.co_freevars, decorated.__closure__))
-    return cells[f"{kind}_frequency_update"].cell_contents
+    name, decorated = f"{kind}_frequency_update", cls.forward
+    while name not in decorated.__code__.co_freevars:
+        decorated = decorated.__wrapped__  # below torch.no_grad, under which it is up to transformers 5.23
+    return decorated.__closure__[decorated.__code__.co_freevars.index(name)].cell_contents

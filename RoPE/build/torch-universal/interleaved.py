@@ -100,6 +100,15 @@ class RotaryPosEmbPairwise(Layer):
         return rotate(q, cos, sin, True, True).to(q.dtype), rotate(k, cos, sin, True, True).to(k.dtype)
 
 
+class VisionRotaryPosEmbPairwise(Layer):
+    """Rotates ``[..., S, N, D]`` by ``[S, D]`` in float32, and keeps both dtypes, as Inkling 2's tower does."""
+
+    def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
+        check(cos, sin, q=q, k=k)
+        cos, sin = cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float()
+        return rotate(q, cos, sin, True, True).to(q.dtype), rotate(k, cos, sin, True, True).to(k.dtype)
+
+
 class RotaryEmbComplex(Layer):
     """Multiplies ``[B, N, S, D]`` with complex ``[B, S, D/2]`` in float32, keeping dtypes, as DeepSeek V2 does."""
 

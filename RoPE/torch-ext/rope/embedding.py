@@ -64,6 +64,13 @@ class RotaryEmbeddingLearned(Layer):
         return _made(self, x, position_ids, x.dtype, _twice_learned)
 
 
+class RotaryEmbeddingTrained(Layer):
+    """Makes what :class:`RotaryEmbeddingLearned` does, with alpha's gradient, as transformers has it from 5.24 on."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
+        return _made(self, x, position_ids, x.dtype, _twice_learned, trains=True)
+
+
 class RotaryEmbeddingInterleaved(Layer):
     """Makes cos and sin of ``[θ0, θ0, θ1, θ1, ...]``, as Cohere does, in the dtype of x."""
 
@@ -108,9 +115,10 @@ def _made(
     dtype: torch.dtype,
     spread: Callable[[nn.Module, Tensor], Tensor] = _twice,
     layer_type: str | None = None,
+    trains: bool = False,
 ) -> Pair:
     """Compute cos and sin, ``[..., M * N]``, of positions ``[...]`` times frequencies that are spread to ``[M, N]``."""
-    with torch.no_grad():
+    with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
         frequencies = spread(module, frequencies_of(module, x, position_ids, layer_type))
         angles = position_ids[..., None, None].float() * frequencies
         cos, sin = tables(angles, scale_of(module, layer_type), dtype)
@@ -121,8 +129,8 @@ def _made(
 
 
 def tables(angles: Tensor, scale: float, dtype: torch.dtype) -> Pair:
-    """Compute cos and sin of angles, times a scale, without gradients."""
-    if is_transformed():  # torch.func writes to no tensor that it is given
+    """Compute cos and sin of angles, times a scale."""
+    if is_transformed() or angles.requires_grad:  # torch.func and autograd write to no tensor that they are given
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
     both = angles.new_empty((2, *angles.shape))
     torch.cos(angles, out=both[0])

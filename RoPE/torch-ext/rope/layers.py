@@ -22,6 +22,7 @@ from .embedding import (
     RotaryEmbeddingInterleaved,
     RotaryEmbeddingLearned,
     RotaryEmbeddingOfAnyType,
+    RotaryEmbeddingTrained,
 )
 from .halves import (
     MultimodalRotaryPosEmb,
@@ -56,6 +57,7 @@ from .interleaved import (
     RotaryPosEmbInterleavedTail,
     RotaryPosEmbPairwise,
     VisionRotaryEmbComplex,
+    VisionRotaryPosEmbPairwise,
 )
 
 __all__ = [
@@ -78,6 +80,7 @@ __all__ = [
     "RotaryEmbeddingOfPatches",
     "RotaryEmbeddingOfPatchesFloat32",
     "RotaryEmbeddingOfRowsByType",
+    "RotaryEmbeddingTrained",
     "RotaryPosEmb",
     "RotaryPosEmbCastBack",
     "RotaryPosEmbDeinterleaved",
@@ -104,5 +107,6 @@ __all__ = [
     "RotaryPosEmbTablesInFloat32",
     "VisionRotaryEmbComplex",
     "VisionRotaryPosEmb",
+    "VisionRotaryPosEmbPairwise",
     "VisionRotaryPosEmbPartial",
 ]

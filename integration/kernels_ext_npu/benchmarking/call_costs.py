@@ -127,7 +127,7 @@ class Work:
 
 
 def count(before: Before, run: Run) -> dict[str, int]:
-    """Count launches, bytes that go in and out of them, memory beyond what was held before, and waits of the host.
+    """Count launches, kernels and the bytes that these move, memory beyond what was held before, and waits of the host.
 
     Only the software device sees when the host waits.
     """
@@ -140,7 +140,12 @@ def count(before: Before, run: Run) -> dict[str, int]:
             result = run(prepared)
     finally:
         gc.enable()
-    counted = {"launches": cost.launches.total(), "bytes": cost.bytes.total(), "peak_memory_bytes": held.number}
+    counted = {
+        "launches": cost.launches.total(),
+        "kernels": cost.kernels.total(),
+        "bytes": cost.bytes.total(),
+        "peak_memory_bytes": held.number,
+    }
     if softnpu.is_software():
         counted["host_waits"] = softnpu.counters().get(STREAM_SYNCS, 0) - waited
     del result

@@ -23,6 +23,7 @@ from kernels_ext_npu.catalogue import IMPLEMENTATION, LAYERS
 from kernels_ext_npu.matching.function_scan import Use, uses
 from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.reporting.report import report
+from kernels_ext_npu.transformers_internals import cache_in, cache_parameter
 
 SEQUENCES = 32  # in decoding
 STEP, HEAD = "step", "CrossEntropy"  # of whole models
@@ -112,9 +113,9 @@ def record(source: Model, model: PreTrainedModel, phase: Phase, kernels: list[st
     context = source.hidden_states(phase.batch, phase.context, dtype) if phase.context else None
     inputs = source.hidden_states(phase.batch, phase.tokens, dtype).requires_grad_(phase.training)
     with torch.set_grad_enabled(phase.training):
-        cache = base(inputs_embeds=context, use_cache=True).past_key_values if phase.context else None
+        cache = {} if context is None else _filled_cache(base, context)
         with _recording(model, kernels, keep):
-            base(inputs_embeds=inputs, past_key_values=cache, use_cache=bool(phase.context))
+            base(inputs_embeds=inputs, **cache, use_cache=bool(phase.context))
     return list(found.values())
 
 
@@ -228,8 +229,14 @@ def _arguments(source: Model, model: PreTrainedModel, phase: Phase) -> dict[str,
     if phase.context:
         context = source.hidden_states(phase.batch, phase.context, model.dtype)
         with torch.no_grad():
-            given["past_key_values"] = model.base_model(inputs_embeds=context, use_cache=True).past_key_values
+            given |= _filled_cache(model.base_model, context)
     return given
+
+
+def _filled_cache(base: nn.Module, context: Tensor) -> dict[str, Cache]:
+    """Return the cache of a context ``[B, S, H]``, by the name under which a model takes it."""
+    found = cache_in(base(inputs_embeds=context, use_cache=True))
+    return {} if found is None else {cache_parameter(base.forward): found[1]}
 
 
 def _labels(model: PreTrainedModel, phase: Phase) -> Tensor:

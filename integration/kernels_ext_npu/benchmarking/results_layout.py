@@ -17,6 +17,7 @@ COLUMNS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "median ms": ("median_ms", lambda found: f"{found['median_ms']:.3f}"),
     "quartiles": ("median_ms", lambda found: f"{found['lower_quartile_ms']:.3f}–{found['upper_quartile_ms']:.3f}"),
     "launches": ("launches", lambda found: f"{found['launches']}"),
+    "kernels": ("kernels", lambda found: f"{found['kernels']}"),
     "MB moved": ("bytes", lambda found: f"{found['bytes'] / 1e6:.2f}"),
     "peak MB": ("peak_memory_bytes", lambda found: f"{found['peak_memory_bytes'] / 1e6:.2f}"),
     "waits": ("host_waits", lambda found: f"{found['host_waits']}"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +26,8 @@ def benchmark(
     kernel: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{', '.join(options.KERNELS[:-2])}, layer for whole ones, or step for whole models; repeatable."
+            help=f"{', '.join(options.OF_MODELS[:-2])}, layer for whole ones, step for whole models; repeatable, all "
+            "of these by default. Or operators: pairs of calls that compute the same."
         ),
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16 or fp16; repeatable. Both by default.")] = None,
@@ -50,14 +52,21 @@ def benchmark(
     --report. Ends with 0, with 1 if one of our kernels disagreed or failed, with 2 if nothing could be measured.
     """
     names = options.choose("--model", model or [], PUBLISHED, others=True)
-    kernels = options.choose("--kernel", kernel or [], options.KERNELS)
+    kernels = options.choose("--kernel", kernel or options.OF_MODELS, options.KERNELS)
     dtypes = options.choose_dtypes(dtype or [])
     check_file("--report", report)
     take_device(needed=True)
     environment.check()
     options.check_device(dtypes)
     import softnpu
-    from kernels_ext_npu.benchmarking import agreement, call_costs, measured_calls, providers, results_layout
+    from kernels_ext_npu.benchmarking import (
+        agreement,
+        call_costs,
+        measured_calls,
+        operator_pairs,
+        providers,
+        results_layout,
+    )
     from kernels_ext_npu.benchmarking.shrunk_models import load
     from kernels_ext_npu.machine import description
     from kernels_ext_npu.machine.privacy import report_text
@@ -66,7 +75,8 @@ def benchmark(
     if software and report is not None:
         raise RefusedError(f"--report: {call_costs.NO_TIMES}")
     tokens, shrink = tokens or (64 if software else 4096), shrink or (8 if software else 1)
-    models = [load(name, shrink) for name in names]
+    of_models = [name for name in kernels if name in options.OF_MODELS]
+    models = [load(name, shrink) for name in names] if of_models else []
     shown = console(stderr=as_json)
     if not shown.is_terminal:  # then nothing says how wide it is
         shown.width = max(shown.width, 140)
@@ -78,23 +88,30 @@ def benchmark(
     shrunk = f", widths, heads and experts divided by {shrink}" if shrink > 1 else ""
     named = ", ".join(f"{name} {value}" for name, value in versions.items())
     say(shown, f"{device}{shrunk}\n{named}\n{note}\n{agreement.RULE}\n")
+    parts = [
+        (each.name, precision, tuple(found), measured_calls.run(each, precision, of_models, tokens, repeats, found))
+        for each in models
+        for precision in dtypes
+    ]
+    if options.OPERATORS in kernels:
+        run = partial(operator_pairs.run, shrink=shrink, repeats=repeats)
+        parts += [(options.OPERATORS, each, operator_pairs.PROVIDERS, run(each)) for each in dtypes]
     results: list[Result] = []
-    for each in models:
-        for precision in dtypes:
-            measured: list[Result] = []
-            with shown.status(f"{each.name}, {precision}") as status:
-                for result in measured_calls.run(each, precision, kernels, tokens, repeats, found):
-                    measured.append(result)
-                    status.update(f"{each.name}, {precision}, {result.phase}, {result.provider}: {result.name}")
-            results += measured
-            if measured:
-                results_layout.show(shown, measured, list(found))
-            else:
-                say(shown, f"{each.name} has nothing of {', '.join(kernels)}")
-            if report is not None:  # each time: what comes next may end the process
-                head = {"machine": machine, "method": note} | sizes
-                head["models"] = [{"name": one.name} | one.sizes() for one in models]
-                write_file("--report", report, report_text(head, results_layout.report_lines(results)))
+    for name, precision, providing, running in parts:
+        measured: list[Result] = []
+        with shown.status(f"{name}, {precision}") as status:
+            for result in running:
+                measured.append(result)
+                status.update(f"{name}, {precision}, {result.phase}, {result.provider}: {result.name}")
+        results += measured
+        if measured:
+            results_layout.show(shown, measured, list(providing))
+        else:
+            say(shown, f"{name} has nothing of {', '.join(of_models)}")
+        if report is not None:  # each time: what comes next may end the process
+            head = {"machine": machine, "method": note} | sizes
+            head["models"] = [{"name": one.name} | one.sizes() for one in models]
+            write_file("--report", report, report_text(head, results_layout.report_lines(results)))
     if not any(result.figures for result in results):
         nothing = f"none of the models has a call of {', '.join(kernels)}"
         raise RefusedError(next((str(result.refused) for result in results), nothing))

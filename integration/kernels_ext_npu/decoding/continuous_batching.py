@@ -75,12 +75,18 @@ def _switch(original: Callable, manager: Any, model: Any, auto_switch_to_flash: 
 
 
 def _with_masks(original: Callable, runner: ModelRunner, model: Any, batch_data: dict, *args: Any) -> None:
-    """Run a step with the masks of its sequences, if it is to be captured and its attention is ours."""
-    needs_masks = runner.use_cuda_graph_varlen and batch_data["block_table"] is None
-    if needs_masks and batch_data["attention_mask"] is None:
-        config = model.config.get_text_config()
-        if NPU_FLASH_ATTENTION.is_named_by(config):
+    """Run a step whose attention is ours with the masks of its sequences, if it is to be captured.
+
+    Otherwise the lengths of all kinds of layers are read before it: each layer would ask for those of its own.
+    """
+    config = model.config.get_text_config()
+    takes_lengths = batch_data["block_table"] is None and batch_data["attention_mask"] is None
+    if takes_lengths and NPU_FLASH_ATTENTION.is_named_by(config):
+        if runner.use_cuda_graph_varlen:
             batch_data = {**batch_data, "attention_mask": _masks(config, batch_data)}
+        else:
+            kernel = registration.package(NPU_FLASH_ATTENTION.repository)
+            kernel.read_together(batch_data["cu_seq_lens_q"], *batch_data["cu_seq_lens_k"].values())
     original(runner, model, batch_data, *args)
 
 

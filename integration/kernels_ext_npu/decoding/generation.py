@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation.configuration_utils import CompileConfig, GenerationConfig, GenerationMode
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.decoding.graphed_forward import GRAPHS, GraphedForward
+from kernels_ext_npu.transformers_internals import cache_in
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)  # those that ask for a compiled forward
 
@@ -39,7 +40,7 @@ def _decides(
     """Answer whether ``generate`` decodes by `get_compiled_call`; raise if graphs are asked for, and cannot be."""
     if not _asks_for_graphs(generation_config):
         return original(model, model_kwargs, generation_config)
-    why_not = _refusal(model, model_kwargs.get("past_key_values"))
+    why_not = _refusal(model, cache_in(model_kwargs))
     if why_not:
         raise _refused(why_not)
     return True
@@ -62,8 +63,9 @@ def _refused(why_not: str) -> ValueError:
     return ValueError(f"generate(compile_config=CompileConfig(backend={GRAPHS!r})): {why_not}")
 
 
-def _refusal(model: Any, cache: Any) -> str | None:
+def _refusal(model: Any, named: tuple[str, Cache] | None) -> str | None:
     """Say why a model with this cache cannot be decoded in graphs, None if it can."""
+    cache = named and named[1]
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if {device.type for device in devices} != {"npu"}:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from kernels_ext_npu.decoding import python_state
+from kernels_ext_npu.transformers_internals import cache_in
 
 GRAPHS = "NPUGraph"  # the class of graphs in torch.npu; as the backend of a CompileConfig it asks for them
 # Steps of a shape that run as they are, at most, until one changes nothing that Python keeps: the first may prepare
@@ -22,8 +23,7 @@ TOKENS = ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_emb
 OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
 # Steps in a row that no graph serves, since each has other shapes: windows that become full make two kinds of steps.
 MOST_SHAPES = 4
-# of an output: what `generate` copies at once, and what is no tensor
-TAKEN_AT_ONCE = {"logits", "past_key_values"}
+LOGITS = "logits"  # of an output: `generate` copies them at once
 
 
 class CaptureError(RuntimeError):
@@ -47,21 +47,23 @@ class GraphedForward:
         self._unserved: list[dict[str, object]] = []
 
     def __call__(self, **inputs: Any) -> Any:
-        """Call the model, with a static cache as ``past_key_values``.
+        """Call the model, with a static cache.
 
         Raises:
             CaptureError: the forward waits for the device or changes what Python keeps, or its inputs other shapes.
         """
-        cache = inputs.get("past_key_values")
-        if not _decodes_one_token(inputs) or not isinstance(cache, Cache):
+        named = cache_in(inputs)
+        if named is None or not _decodes_one_token(inputs):
             return self._model(**inputs)
+        name, cache = named
         inputs |= {name: inputs[name][..., -1:] for name in OF_TOKENS if isinstance(inputs.get(name), Tensor)}
         leaves, tree = pytree.tree_flatten({key: value for key, value in inputs.items() if value is not cache})
+        leaves = [_computed(leaf) for leaf in leaves]
         key = id(cache), python_state.phase(cache), tree, tuple(map(_description, leaves))
-        step = self._steps.setdefault(key, _Step(self._model, cache))
+        step = self._steps.setdefault(key, _Step(self._model, name, cache))
         if step.graph is None and not step.is_settled:
             self._refuse_ever_new_shapes(inputs)
-            return step.warm_up(inputs)
+            return step.warm_up(pytree.tree_unflatten(leaves, tree) | {name: cache})
         self._unserved.clear()
         if step.graph is None:
             self._pool = self._pool or torch.get_device_module("npu").graph_pool_handle()
@@ -82,8 +84,8 @@ class GraphedForward:
 class _Step:
     """Hold the graph of one token, for inputs of certain shapes."""
 
-    def __init__(self, model: nn.Module, cache: Cache) -> None:
-        self._model, self._cache = model, cache
+    def __init__(self, model: nn.Module, name: str, cache: Cache) -> None:
+        self._model, self._name, self._cache = model, name, cache
         self.graph: Any = None
         self.is_settled = False
         self._warmups = 0
@@ -107,7 +109,7 @@ class _Step:
         """Capture a step. Nothing of it is computed, and nothing of what Python keeps is changed."""
         contiguous = torch.contiguous_format
         self._inputs = [x.clone(memory_format=contiguous) if isinstance(x, Tensor) else x for x in leaves]
-        inputs = pytree.tree_unflatten(self._inputs, tree) | {"past_key_values": self._cache}
+        inputs = pytree.tree_unflatten(self._inputs, tree) | {self._name: self._cache}
         counts = [getattr(layer, python_state.COUNT) for layer in python_state.sliding_layers(self._cache)]
         npu = torch.get_device_module("npu")
         graph = npu.NPUGraph()
@@ -133,7 +135,7 @@ class _Step:
         python_state.advance(self._cache)
         return type(self._output)(
             **{
-                k: v if k in TAKEN_AT_ONCE else pytree.tree_map_only(Tensor, torch.clone, v)
+                k: v if k == LOGITS or isinstance(v, Cache) else pytree.tree_map_only(Tensor, torch.clone, v)
                 for k, v in self._output.items()
                 if v is not None
             }
@@ -153,6 +155,11 @@ def place(error: BaseException) -> str:
 def _decodes_one_token(inputs: dict[str, Any]) -> bool:
     tokens = next((inputs[name] for name in TOKENS if inputs.get(name) is not None), None)
     return tokens is not None and tokens.shape[1] == 1
+
+
+def _computed(leaf: Any) -> Any:
+    """Return the mask that is described: generate of transformers 5.24 hands descriptions on, anew in each step."""
+    return leaf.mask() if hasattr(type(leaf), "mask") else leaf
 
 
 def _description(leaf: Any) -> object:

@@ -158,7 +158,8 @@ def inspect(
     counted = [counts for variant in variants for counts in variant.counts.values() if counts is not None]
     if not counted:
         raise CannotInspectError(f"{subject.name}: nothing could be counted. " + "; ".join(dict.fromkeys(remarks)))
-    remarks = [*dict.fromkeys(remarks), *remark.unknown_products({name for each in counted for name in each.launches})]
+    unknown = remark.unknown_products({name for each in counted for name in each.launches})
+    remarks = [*dict.fromkeys(remarks), *unknown, *remark.not_read(counted)]
     return Inspection(subject, described, dtype, soc, mesh, size, weights, report, variants, remarks, phases)
 
 

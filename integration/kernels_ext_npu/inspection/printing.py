@@ -17,11 +17,15 @@ from kernels_ext_npu.inspection.mesh import ONE
 from kernels_ext_npu.measuring import roofline
 
 _COUNTED = "Counted on fake tensors with torch_npu's meta kernels: nothing was computed, and nothing was timed."
+_LAUNCHED = (
+    "launches: calls of operators by the host; kernels: what they are on the device; GB moved: what these read and "
+    "write, casts and copies inside operators among them (docs/inside.md)."
+)
 _REPLAYED = (
     "replays: of a graph, in a step by generate(cache_implementation='static', compile_config=CompileConfig(backend="
     "'NPUGraph')), which launches a graph in the place of all of these; 0 where the step cannot be one."
 )
-_HEADINGS = ("launches", "GB moved", "host waits", "peak GB", "estimate ms")
+_HEADINGS = ("launches", "kernels", "GB moved", "host waits", "peak GB", "estimate ms")
 _NARROW = 72  # columns; below them headings take two lines
 
 
@@ -46,12 +50,13 @@ def show(inspection: Inspection, console: Console) -> None:
     if inspection.phases.keys() >= UPDATE.keys():
         console.print(_whole(inspection, narrow))
     console.print(_COUNTED, highlight=False)
+    console.print(_LAUNCHED, highlight=False)
     if STATIC in inspection.phases:
         console.print(_REPLAYED, highlight=False)
     alone = inspection.mesh == ONE
     console.print(
-        f"peak: activations{'' if alone else ', and weights while they are gathered'}, beyond the weights "
-        f"{'' if alone else 'of the rank '}({_gigabytes(inspection.weights)} GB) and their gradients.\n"
+        f"peak: activations and workspaces{'' if alone else ', and weights while they are gathered'}, beyond the "
+        f"weights {'' if alone else 'of the rank '}({_gigabytes(inspection.weights)} GB) and their gradients.\n"
         f"estimate: the least time on {inspection.soc.name}, a roofline from published peak figures, which no chip "
         f"reaches{'' if alone else ', and without collectives'}; of products: in proportion to that of products and "
         "attention alone, the original's or the kernels', whichever is smaller.",
@@ -97,6 +102,7 @@ def _variant_as_json(inspection: Inspection, variant: Variant) -> dict[str, Any]
         operators = {
             name: {
                 "launches": count,
+                "kernels": counts.kernels[name],
                 "bytes": counts.bytes[name],
                 "flops": counts.flops[name],
                 "estimate_seconds": counts.seconds[name],
@@ -113,10 +119,12 @@ def _variant_as_json(inspection: Inspection, variant: Variant) -> dict[str, Any]
 def _sums(counts: Counts) -> dict[str, Any]:
     return {
         "launches": counts.launches.total(),
+        "kernels": counts.kernels.total(),
         "bytes": counts.bytes.total(),
+        "bytes_not_read": counts.not_read.total(),
         "flops": sum(counts.flops.values()),
         "host_waits": counts.waits,
-        "ai_cpu_launches": counts.on_ai_cpu,
+        "ai_cpu_launches": {name: number for name, number in counts.on_ai_cpu.items() if number},
         "peak_activation_bytes": counts.peak,
         "estimate_seconds": counts.estimate,
         "products_seconds": counts.products,
@@ -153,7 +161,7 @@ def _table(inspection: Inspection, phase: str, title: str, narrow: bool) -> Tabl
         ratios = [f"{mine / other:.2f}" if other else "" for mine, other in zip(_figures(after), _figures(before))]
         table.add_row("of the original", *ratios, style="bold")
         if (ratio := inspection.of_products(phase, after)) is not None:
-            table.add_row("of products", *[""] * 4, f"{ratio:.2f}", style="bold")
+            table.add_row("of products", *[""] * (len(_HEADINGS) - 1), f"{ratio:.2f}", style="bold")
     for title, *pair in _layers(before, after):
         table.add_section()
         table.add_row(title)
@@ -185,6 +193,7 @@ def _on_ai_cpu(inspection: Inspection, phase: str) -> str | None:
         for variant in inspection.variants
         if (counts := variant.counts[phase]) is not None
         for name, number in counts.on_ai_cpu.items()
+        if number
     ]
     words = "On the AI CPU, a few scalar cores, for which the estimate is far too low"
     return f"{words}: {', '.join(said)}." if said else None
@@ -224,14 +233,21 @@ def _layers(before: Counts | None, after: Counts | None) -> Iterator[tuple[str, 
 
 def _figures(counts: Counts) -> tuple[float, ...]:
     """Return what the columns of a table show."""
-    return counts.launches.total(), counts.bytes.total(), counts.waits, counts.peak, counts.estimate
+    return (
+        counts.launches.total(),
+        counts.kernels.total(),
+        counts.bytes.total(),
+        counts.waits,
+        counts.peak,
+        counts.estimate,
+    )
 
 
 def _cells(counts: Counts | None) -> list[str]:
     if counts is None:
         return ["not counted", *[""] * (len(_HEADINGS) - 1)]
-    launches, moved, waits, peak, estimate = _figures(counts)
-    return [f"{launches:,}", _gigabytes(moved), str(waits), _gigabytes(peak), f"{1e3 * estimate:,.1f}"]
+    launches, kernels, moved, waits, peak, estimate = _figures(counts)
+    return [f"{launches:,}", f"{kernels:,}", _gigabytes(moved), str(waits), _gigabytes(peak), f"{1e3 * estimate:,.1f}"]
 
 
 def _dtype(inspection: Inspection) -> str:

@@ -1,4 +1,4 @@
-"""What there is to say about figures: modules that did not run, where an error arose, products that nobody counts."""
+"""What there is to say about figures: modules that did not run, where an error arose, what nobody counts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from unittest.mock import patch
 
 from torch import nn
 
+from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.measuring.products import is_unknown
 
 _WORTH_IT = 0.01  # of all parameters
+_NOT_READ = 0.03  # of all bytes
 
 
 @contextmanager
@@ -45,6 +47,18 @@ def unknown_products(operators: Iterable[str]) -> list[str]:
     """Say of which operators estimates count the bytes alone, though they multiply."""
     names = sorted(filter(is_unknown, operators))
     said = f"estimates count only the bytes of {', '.join(names)}: how much they multiply is not known"
+    return [said] if names else []
+
+
+def not_read(counted: Iterable[Counts]) -> list[str]:
+    """Say of which operators nobody has read what they do inside, where these are more than a few of the bytes."""
+    names = {
+        name
+        for counts in counted
+        if counts.not_read.total() > _NOT_READ * counts.bytes.total()
+        for name in counts.not_read
+    }
+    said = f"of {', '.join(sorted(names))} the bytes that go in and out count, and nothing inside: nobody read that yet"
     return [said] if names else []
 
 

@@ -46,10 +46,11 @@ def _set_use_kernels(original: Callable, model: Any, use_kernels: bool, *args: A
         def take(mode: Mode) -> None:
             if is_away and is_for_npu_only:  # nobody has asked for kernels of other devices
                 return
-            if has_config or not is_offloaded:  # transformers would take kernels for the CPU, where its weights wait
+            waits = is_offloaded or without_weights  # transformers would take kernels for the CPU, or for meta
+            if has_config or not waits:
                 original(model, use_kernels, *args, **kwargs)
             use_kernels_flag.note(model, was_asked=not is_for_npu_only)
-            if is_offloaded or without_weights:  # of the latter, transformers looked for kernels for meta
+            if waits:
                 pipeline.take_for_npu(model, mode)
 
         pipeline.run(model, given.get("mode"), take)

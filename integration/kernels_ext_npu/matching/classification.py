@@ -27,7 +27,7 @@ from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.matching.source_tree import function_tree
 from kernels_ext_npu.reasons import Reason
 
-COUNTED = "5.22.2"  # the release of transformers that unsupported.json is about
+COUNTED = "5.24.0"  # the newest release of transformers that is supported, which unsupported.json is about
 # of reasons why nothing serves what looks as if it could be served
 CODES = ("device limit", "no operator", "needs a value on the host", "changes semantics", "unknown")
 

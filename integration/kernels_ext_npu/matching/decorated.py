@@ -1,37 +1,16 @@
-"""What stands under the decorators of transformers, and under the modules that `kernels` makes of functions."""
+"""What stands under the modules that `kernels` makes of functions."""
 
 from __future__ import annotations
 
 from types import CodeType, FunctionType
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.integrations import hub_kernels
-from transformers.modeling_rope_utils import dynamic_rope_update
+
+from kernels_ext_npu.transformers_internals import cells
 
 _KERNEL, _FALLBACK = "use_kernel_forward_from_hub", "use_kernel_func_from_hub_with_fallback"
-
-
-def undecorated(function: FunctionType) -> tuple[FunctionType, tuple[str, ...]]:
-    """Return the function under torch.no_grad, and under dynamic_rope_update below that, and the names of these.
-
-    Anything else comes back as it is. torch's wrapper is told by its code, and by what it enters: that of enable_grad
-    has the same code.
-    """
-    if function.__code__ is not torch.no_grad()(_nothing).__code__:
-        return function, ()
-    held = cells(function)
-    inner = held.get("func")
-    is_no_grad = type(getattr(held.get("ctx_factory"), "__self__", None)) is torch.no_grad
-    if not is_no_grad or not isinstance(inner, FunctionType):
-        return function, ()
-    if inner.__code__ is not dynamic_rope_update(_nothing).__code__:
-        return inner, ("torch.no_grad",)
-    innermost = cells(inner).get("rope_forward")
-    if not isinstance(innermost, FunctionType):
-        return function, ()
-    return innermost, ("torch.no_grad", "dynamic_rope_update")
 
 
 def is_kernel_function(function: object) -> bool:
@@ -71,12 +50,3 @@ def _held(function: object) -> dict[str, object]:
     wrappers = [code for code in decorator.__code__.co_consts if isinstance(code, CodeType)] if decorator else []
     is_wrapper = isinstance(wrapped, FunctionType) and any(wrapped.__code__ in code.co_consts for code in wrappers)
     return held | cells(wrapped) if is_wrapper else held  # type: ignore[arg-type]
-
-
-def cells(function: FunctionType) -> dict[str, object]:
-    """Return what a function has in its closure, by name."""
-    return {n: cell.cell_contents for n, cell in zip(function.__code__.co_freevars, function.__closure__ or ())}
-
-
-def _nothing() -> None:
-    """Do nothing: the decorators show their code on what they decorate, and that is this."""

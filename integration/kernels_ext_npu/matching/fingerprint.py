@@ -5,8 +5,9 @@ docstrings, annotations, the names of local variables and of helpers, and a name
 Attributes, constants, the order of operations and the objects behind global names all count; of a
 torch.autograd.Function its forward and backward do. So do the names of the parameters, by which callers may give them,
 but for those of a forward. Some methods do not, of which conditions on instances tell more. What a decorator does is
-not in the tree: only functions under those that decorated.py sees through match, where both sides have them.
-transformers' decorator of experts says itself what a class computes.
+not in the tree: only functions under those that transformers_internals.py sees through match, where both sides have
+them, but for the one that takes old names of parameters. transformers' decorator of experts says itself what a class
+computes.
 """
 
 from __future__ import annotations
@@ -20,34 +21,42 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from kernels_ext_npu.matching.decorated import cells, decorators_of, original_function, undecorated
+from kernels_ext_npu.matching.decorated import decorators_of, original_function
 from kernels_ext_npu.matching.source_tree import function_tree
+from kernels_ext_npu.transformers_internals import NO_GRAD, RENAMES, cells, undecorated
 
 # methods that are not compared: instances are asked what they do, or are served where they do not call them
 _NOT_COMPARED = {"recomposition_frequencies", "_gaussian_topk", "apply_group_scoring"}
 
 
-def fingerprint(what: object) -> str | None:
+def fingerprint(what: object, with_gradients: bool = True) -> str | None:
     """Return a text that is equal for classes whose forwards, and for functions that do the same in the same words.
 
     It is None if the source cannot be read.
+
+    Args:
+        what: a class, a function, or the module that `kernels` made of one.
+        with_gradients: whether those under ``torch.no_grad`` differ from others.
     """
     if not isinstance(what, type):
         original = original_function(what)
-        return None if original is None else _fingerprint(original, decorators_of(what))
+        return None if original is None else _fingerprint(original, decorators_of(what), None, with_gradients)
     if is_experts_class(what):
         return "use_experts_implementation"
     forward = getattr(what, "forward", None)
-    return _fingerprint(forward, cls=what) if isinstance(forward, FunctionType) else None
+    return _fingerprint(forward, (), what, with_gradients) if isinstance(forward, FunctionType) else None
 
 
-def computes_as(what: object, *others: object) -> bool:
+def computes_as(what: object, *others: object, with_gradients: bool = True) -> bool:
     """Tell whether the forward of a class, or a function, does what that of one of the others does.
+
+    What ``with_gradients`` means is said of `fingerprint`.
 
     Example: an expert in a list may be of any class whose forward is ``LlamaMLP``'s.
     """
     alike = [other for other in others if words(other) == words(what)]
-    return any(fingerprint(other) == fingerprint(what) is not None for other in alike)
+    found = fingerprint(what, with_gradients) if alike else None
+    return found is not None and any(fingerprint(other, with_gradients) == found for other in alike)
 
 
 def is_experts_class(cls: type) -> bool:
@@ -88,8 +97,10 @@ def words(what: object) -> tuple[str, ...]:
 
 
 @cache
-def _fingerprint(function: FunctionType, decorators: tuple[str, ...] = (), cls: type | None = None) -> str | None:
-    texts = []
+def _fingerprint(
+    function: FunctionType, decorators: tuple[str, ...], cls: type | None, with_gradients: bool
+) -> str | None:
+    texts, uncounted = [], {RENAMES} if with_gradients else {RENAMES, NO_GRAD}
     functions = [function]
     by_name = set() if cls else {function}  # what is called with the names of its parameters
     for each in functions:  # grows while it runs
@@ -98,9 +109,10 @@ def _fingerprint(function: FunctionType, decorators: tuple[str, ...] = (), cls: 
         if tree is None or set(inner.__code__.co_freevars) - {"__class__"}:
             return None
         found = tuple([ast.unparse(decorator).partition("(")[0] for decorator in tree.decorator_list])
-        if found not in ((), under, decorators if each is function else ()):
+        if not (set(found) <= set(under) or (each is function and found == decorators)):
             return None
-        texts.append(f"{under} {_normalised(tree, inner, cls, functions, by_name)}")
+        counted = sorted(name for name in under if name not in uncounted)
+        texts.append(f"{counted} {_normalised(tree, inner, cls, functions, by_name)}")
     texts += [str(list(inspect.signature(each).parameters)) if each in by_name else "" for each in functions]
     return "\n".join(texts)
 

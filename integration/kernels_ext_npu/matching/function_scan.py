@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from kernels_ext_npu.catalogue import Kind
 from kernels_ext_npu.matching.classification import names, of_function
-from kernels_ext_npu.matching.decorated import cells, original_function
+from kernels_ext_npu.matching.decorated import original_function
+from kernels_ext_npu.transformers_internals import cells
 
 _NOT_MODELS = re.compile(r"(torch|torch_npu|kernels|transformers(?!\.models))(\.|$)")
 

@@ -22,6 +22,7 @@ from types import FunctionType
 import torch
 
 from kernels_ext_npu.matching.source_tree import function_tree, maker
+from kernels_ext_npu.transformers_internals import are_seen_through
 
 CHOOSE = "_kernels_choose"
 _PRODUCT = "scores = torch.matmul(q.float(), k.transpose(-1, -2).float().unsqueeze(1))"
@@ -101,19 +102,17 @@ def _handing_on(forward: FunctionType | None) -> FunctionType | None:
 
 
 def _written(cls: type) -> FunctionType | None:
-    """Return the forward of a class as it is in its file, below torch.no_grad and what was put over it."""
+    """Return the forward of a class as it is in its file, below its decorators and what was put over it."""
     forward = inspect.unwrap(inspect.getattr_static(cls, "forward", _tree))
     return forward if isinstance(forward, FunctionType) else None
 
 
 def _tree(forward: FunctionType | None, attribute: str) -> ast.FunctionDef | None:
-    """Return the tree of a forward that reads an attribute, at most with the decorator of indexers; None of others."""
+    """Return the tree of a forward that reads an attribute, under what is seen through at most; None of others."""
     if forward is None or attribute not in forward.__code__.co_names or forward.__code__.co_freevars:
         return None
     tree = function_tree(forward) if forward.__globals__.get("torch") is torch else None
-    if tree is None or [ast.unparse(decorator) for decorator in tree.decorator_list] not in ([], ["torch.no_grad()"]):
-        return None
-    return tree
+    return tree if tree is not None and are_seen_through(tree.decorator_list, forward.__globals__) else None
 
 
 class _WholeMask(ast.NodeTransformer):

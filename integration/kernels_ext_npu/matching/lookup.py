@@ -26,7 +26,9 @@ def find_pattern(what: object) -> Pattern | None:
         return None
     if key not in _found:
         alike = _by_words().get((isinstance(what, type), words(what)), ())
-        found = (p for p in alike if _is_beside(key, p) and computes_as(what, p.original))
+        found = (
+            p for p in alike if _is_beside(key, p) and computes_as(what, p.original, with_gradients=p.has_gradients)
+        )
         _found[key] = next(found, None)
     return _found[key]
 
@@ -45,6 +47,10 @@ def why_not_served(module: nn.Module, pattern: Pattern) -> str | None:
     if methods and (given := methods & vars(module).keys()):
         return f"it was given a {min(given)} of its own"
     return pattern.limits(module)
+
+
+def _computes(what: object, pattern: Pattern) -> bool:
+    return computes_as(what, pattern.original, with_gradients=pattern.has_gradients)
 
 
 def _is_beside(function: FunctionType, pattern: Pattern) -> bool:

@@ -26,6 +26,7 @@ from functools import cache
 from types import FunctionType
 
 from kernels_ext_npu.matching.source_tree import function_tree, maker
+from kernels_ext_npu.transformers_internals import are_seen_through, below_wrappers
 
 _NORMED, _ADD_NORM, _ADDED = "_kernels_normed", "_kernels_add_norm", "_kernels_added"
 _NAME = r"[^\W\d]\w*"
@@ -46,15 +47,14 @@ class Sums:
 @cache
 def sums_of(forward: object) -> Sums | None:
     """Return the sums of a forward; None where it norms none, or its source cannot be read."""
-    while getattr(forward, "__globals__", {}).get("__name__") == "transformers.modeling_layers":
-        forward = getattr(forward, "__wrapped__", None)  # below the checkpointing that layers have from 5.23 on
-    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__") or forward.__code__.co_freevars:
+    written = below_wrappers(forward)
+    tree = None if written is None or written.__code__.co_freevars else function_tree(written)
+    if written is None or tree is None or len(tree.args.args) < 2:
         return None
-    tree = function_tree(forward)
-    if tree is None or tree.decorator_list or len(tree.args.args) < 2:
+    if not are_seen_through(tree.decorator_list, written.__globals__):
         return None
     tree.body, first, norms = _rewritten(tree.body, *(argument.arg for argument in tree.args.args[:2]))
-    return Sums(maker(tree, forward, (_NORMED, _ADD_NORM, _ADDED)), first, tuple(norms)) if norms else None
+    return Sums(maker(tree, written, (_NORMED, _ADD_NORM, _ADDED)), first, tuple(norms)) if norms else None
 
 
 def _rewritten(body: list[ast.stmt], me: str, given: str) -> tuple[list[ast.stmt], str | None, list[str]]:

@@ -1,7 +1,8 @@
-"""What a computation costs, counted: launches, the bytes that go in and out of them, waits of the host, and memory.
+"""What a computation costs, counted: launches, the kernels that they are on the device, the bytes that these move.
 
-Every operator of torch and of torch_npu that moves data is a launch; views and allocations are none. Holds for real
-tensors and for fake ones, whose operators only run torch_npu's meta kernels.
+Every operator of torch and of torch_npu that moves data is a launch; views and allocations are none. What CANN does
+behind it is what ``inside`` says. Holds for real tensors and for fake ones, whose operators only run torch_npu's meta
+kernels. Waits of the host, and memory, are counted here as well.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch_npu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import softnpu
+from kernels_ext_npu.machine.cann_releases import release_of
 from kernels_ext_npu.measuring.distance import tensors
+from kernels_ext_npu.measuring.inside import Inside, inside
 from kernels_ext_npu.measuring.products import name_of
 from softnpu.counting import STREAM_SYNCS
 
@@ -36,20 +39,23 @@ READING = frozenset(
 
 
 class Cost(TorchDispatchMode):
-    """A count of launches and bytes, for as long as the context is open."""
+    """A count of launches, kernels and bytes, for as long as the context is open."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches: Counter[str] = Counter()  # the number of calls, by operator
-        self.bytes: Counter[str] = Counter()  # of the tensors that an operator takes and gives, by operator
+        self.launches: Counter[str] = Counter()  # the number of calls by the host, by operator
+        self.kernels: Counter[str] = Counter()  # the number of kernels on the device, by operator
+        self.bytes: Counter[str] = Counter()  # that these read and write, by operator
+        self.not_read: Counter[str] = Counter()  # those of operators of which nobody read what they do inside
+        self._cann = release_of(getattr(torch.version, "cann", None))
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
         self.count(operator, args, kwargs or {}, result)
         return result
 
-    def count(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> int | None:
-        """Count a call, and return the bytes that it moves; None if it is no launch."""
+    def count(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> Inside | None:
+        """Count a call, and return what runs for it; None if it is no launch."""
         name, given = name_of(operator), tensors(result)
         is_view = operator.is_view or name == "_unsafe_view"
         if operator.namespace == "prim" or is_view or name in NO_LAUNCHES:
@@ -61,9 +67,13 @@ class Cost(TorchDispatchMode):
         unread = _unread(name, args, kwargs, given) + self._left(name, args, kwargs, given)
         moved = bytes_of((args, read, result)) - unread
         launched, times = what_runs(operator, args, kwargs)
+        runs = inside(operator, args, kwargs, result, moved, self._cann)
         self.launches[launched] += times
-        self.bytes[launched] += moved
-        return moved
+        self.kernels[launched] += max(times, len(runs.kernels))
+        self.bytes[launched] += runs.moved
+        if not runs.is_read:
+            self.not_read[launched] += runs.moved
+        return runs
 
     def numbers(self, tensor: torch.Tensor) -> list[int] | None:
         """Return what a tensor on the device holds where that is known without a wait, as it is not here."""
@@ -110,13 +120,9 @@ def bytes_of(values: Any) -> int:
 def _unread(name: str, args: tuple, kwargs: dict, given: list[torch.Tensor]) -> int:
     """Return the bytes of tensors that an operator takes or gives, and leaves where they are.
 
-    It picks some elements of a tensor, such as the rows of an embedding, puts some into it, or takes its shape alone:
-    ``aclnnInplaceScatter`` copies nothing but these elements where the dimension is the last (CANN's ops-nn,
-    index/scatter_elements_v2/op_api/aclnn_scatter.cpp). Gradients of permutations take the shape of tokens alone, and
-    those of rotations read what was rotated for the gradients of cos and sin, which they make where these need one:
-    op-plugin, op_plugin_functions.yaml and RotaryMulBackwardKernelNpuOpApi.cpp. In products by groups no row is
-    multiplied with the weights of experts without a token. Tokens are taken to be routed to one expert after the other.
-    Of sparse attention these are the keys that no query chose, less those that are read for several.
+    It picks some elements of a tensor, such as the rows of an embedding, or takes its shape alone. In products by
+    groups no row is multiplied with the weights of experts without a token. Tokens are taken to be routed to one expert
+    after the other. Of sparse attention these are the keys that no query chose, less those that are read for several.
     """
     if name == "npu_sparse_flash_attention":
         every = args[1], args[2], kwargs["key_rope"]
@@ -125,18 +131,14 @@ def _unread(name: str, args: tuple, kwargs: dict, given: list[torch.Tensor]) -> 
         return bytes_of(every) - sum(read.values())
     if name in PICKING:
         return max(0, bytes_of(args[:1]) - bytes_of(given[:1]))
-    if name == "scatter_":
-        return 2 * bytes_of(args[:1]) - args[2].numel() * args[0].element_size()
     if name == "nll_loss_forward":
         return bytes_of(args[:1]) - args[1].numel() * args[0].element_size()
     if name == "nll_loss_backward":
         return bytes_of(args[1:2])
     if name in LIKE:
         return bytes_of(args)
-    if name in OVERWRITING or name == "npu_moe_token_permute_grad":
+    if name in OVERWRITING:
         return bytes_of(args[:1])
-    if name == "npu_rotary_mul_backward":
-        return 0 if any(table.requires_grad for table in args[2:4]) else bytes_of(args[1:2]) + bytes_of(given[1:])
     if name == "_grouped_mm" and args[0].dim() != args[1].dim():
         weight, rows = (args[1], len(args[0])) if args[1].dim() == 3 else (args[0], args[1].shape[1])
     elif name == "npu_grouped_matmul" and (len(args[1]) > 1 or args[1][0].dim() == 3):

@@ -32,11 +32,14 @@ def name_of(operator: OpOverload) -> str:
 def flops(operator: OpOverload, args: tuple, kwargs: dict, result: Any) -> float:
     """Count the additions and multiplications of the products in a call; 0 where it has none, or they are unknown."""
     formula = _FORMULAS.get(name_of(operator).rstrip("_"))
-    if formula is None:
-        return 0
-    arguments = operator._schema.arguments
-    given = {argument.name: argument.default_value for argument in arguments}
-    return formula(given | dict(zip((argument.name for argument in arguments), args)) | kwargs, result)
+    return 0 if formula is None else formula(arguments(operator, args, kwargs), result)
+
+
+def arguments(operator: OpOverload, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Return the arguments of a call by their names in the schema, with the defaults of those that are not given."""
+    known = operator._schema.arguments
+    given = {argument.name: argument.default_value for argument in known}
+    return given | dict(zip((argument.name for argument in known), args)) | kwargs
 
 
 def multiplies(name: str) -> bool:

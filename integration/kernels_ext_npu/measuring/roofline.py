@@ -16,11 +16,6 @@ SOURCE = (
     "profiles of MindStudio Modeling"
 )
 
-# Operators that CANN leaves to its AI CPU, a few scalar cores beside those for matrices and vectors: no roofline holds
-# for them. op-plugin calls aclnnTriangularSolve for both, which has an implementation for the AI CPU alone: CANN,
-# ops-math, triangular_solve.cpp.
-ON_AI_CPU = ("linalg_solve_triangular", "triangular_solve")
-
 
 @dataclass(frozen=True)
 class Soc:

@@ -74,6 +74,8 @@ class Pattern:
     holds: Callable[[Any], bool] | None = None
     # whether the layer looks in every forward at what `limits` looks at, and computes what is right
     rechecks_every_call: bool = False
+    # whether what it computes may have gradients; where not, torch.no_grad over it changes nothing
+    has_gradients: bool = True
     # names of functions, one of which has to be in its file and computed by transformers itself, not by a package
     beside: tuple[str, ...] = ()
 

@@ -6,63 +6,27 @@ computes the call, and rightly, they could ask for more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch_npu import npu
 
-from kernels_ext_npu.machine.cann_releases import Release, release_of
 from kernels_ext_npu.selftest import comparing
-from kernels_ext_npu.selftest.comparing import Results
 from kernels_ext_npu.selftest.functions.attention import packed
 from kernels_ext_npu.selftest.functions.norms import EPS, quick_gelu, rms_norm
 from kernels_ext_npu.selftest.functions.rotary import rotated
-
-OLDEST, NEVER = (0, 0), (99, 0)
-DTYPE = torch.float16
-Pair = tuple[list[Tensor], list[Tensor]]  # what the NPU gives, and what it has to, in float64
-
-
-@dataclass(frozen=True)
-class Limit:
-    """A call at a limit."""
-
-    title: str  # the operator, and what it is given
-    compute: Callable[[], Pair]  # calls it, and gives both sides of the comparison
-    since: Release  # the first release that takes it, as its sources say; NEVER for none
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether the sources of this release refuse it; of one that cannot be read, those of the oldest."""
-        return release_of(getattr(torch.version, "cann", None)) < self.since
-
-    def ask(self) -> dict[str, Any]:
-        """Call it, and return what was found; what the device raises, it raises."""
-        found, exact = self.compute()
-        forward = comparing.difference(Results(found, [None]), Results(exact, [None])).forward
-        tolerance = comparing.TOLERANCE[DTYPE]
-        answer: dict[str, Any] = {"forward": forward, "backward": 0.0, "tolerance": tolerance}
-        if not self.is_refused:
-            return answer | {"agrees": forward <= tolerance}
-        how = "rightly" if forward <= tolerance else "wrongly"
-        return answer | {"agrees": False, "error": f"computed, {how}, where the sources of this CANN refuse it"}
-
-
-def _draw(*shape: int, seed: int = 0, dtype: torch.dtype = DTYPE) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+from kernels_ext_npu.selftest.operator_call import DTYPE, NEVER, OLDEST, OperatorCall, Pair, draw
 
 
 def _tables(*shape: int) -> tuple[Tensor, Tensor]:
     """Return cos and sin whose halves are the same."""
-    angles = _draw(*shape[:-1], shape[-1] // 2, seed=1, dtype=torch.float32)
+    angles = draw(*shape[:-1], shape[-1] // 2, seed=1, dtype=torch.float32)
     return torch.cat((angles, angles), -1).cos().to(DTYPE), torch.cat((angles, angles), -1).sin().to(DTYPE)
 
 
 def _rotated_together(heads: int) -> Pair:
-    q, k, (cos, sin) = _draw(1, heads * 128), _draw(1, 128, seed=2), _tables(1, 128)
+    q, k, (cos, sin) = draw(1, heads * 128), draw(1, 128, seed=2), _tables(1, 128)
     table = torch.cat((cos[:, :64], sin[:, :64]), -1)
     positions = torch.zeros(1, dtype=torch.long, device="npu")
     found = torch.ops.npu.npu_mrope(positions, q.to("npu"), k.to("npu"), table.to("npu"), 128)
@@ -70,7 +34,7 @@ def _rotated_together(heads: int) -> Pair:
 
 
 def _rotated(shape: tuple[int, ...], table: tuple[int, ...], back: bool = False) -> Pair:
-    x, (cos, sin) = _draw(*shape), _tables(*table)
+    x, (cos, sin) = draw(*shape), _tables(*table)
     given = [t.to("npu") for t in (x, cos, sin)]
     if back:  # of a gradient, beside whatever was rotated
         found, sin = torch.ops.npu.npu_rotary_mul_backward(given[0], *given, "half")[0], -sin
@@ -80,7 +44,7 @@ def _rotated(shape: tuple[int, ...], table: tuple[int, ...], back: bool = False)
 
 
 def _gated(experts: int, writes_scores: bool = False) -> Pair:
-    x, bias = (_draw(*shape, seed=len(shape), dtype=torch.float32) for shape in ((5, experts), (experts,)))
+    x, bias = (draw(*shape, seed=len(shape), dtype=torch.float32) for shape in ((5, experts), (experts,)))
     options = {"k_group": 4, "group_count": 8, "group_select_mode": 1, "norm_type": 1, "out_flag": writes_scores}
     weights, chosen, scores = torch.ops.npu.npu_moe_gating_top_k(x.to("npu"), 8, bias=bias.to("npu"), **options)
     exact = x.double().sigmoid()
@@ -96,7 +60,7 @@ def _gated(experts: int, writes_scores: bool = False) -> Pair:
 
 def _summed(added: bool) -> Pair:
     """Sum products of rows over groups, one of them empty, as the gradients of experts' weights are."""
-    a, b, sizes = _draw(9, 16), _draw(9, 32, seed=1), [4, 0, 5]
+    a, b, sizes = draw(9, 16), draw(9, 32, seed=1), [4, 0, 5]
     left, right, ends = (t.to("npu") for t in (a, b, torch.tensor([4, 4, 9])))
     if added:
         total = torch.zeros(3 * 16, 32, device="npu")
@@ -109,13 +73,13 @@ def _summed(added: bool) -> Pair:
 
 
 def _normed(dtype: torch.dtype) -> Pair:
-    x, weight = _draw(4, 64), _draw(64, seed=1, dtype=dtype)
+    x, weight = draw(4, 64), draw(64, seed=1, dtype=dtype)
     found = torch.ops.npu.npu_rms_norm(x.to("npu"), weight.to("npu"), EPS)[0]
     return [found], [rms_norm(x.double(), weight.double())]
 
 
 def _fast_gelu(captured: bool) -> Pair:
-    x = _draw(4, 64)
+    x = draw(4, 64)
     given = x.to("npu")
     if captured:
         graph = npu.NPUGraph()
@@ -129,8 +93,8 @@ def _fast_gelu(captured: bool) -> Pair:
 
 def _packed(size: int, before: int, ends_on: str = "host", trains: bool = True) -> Pair:
     """Compute two packed sequences of causal attention that sees some keys before its own."""
-    leaves = [_draw(7, 1, size, seed=seed) for seed in range(3)]
-    grad, scale = _draw(7, 1, size, seed=3), size**-0.5
+    leaves = [draw(7, 1, size, seed=seed) for seed in range(3)]
+    grad, scale = draw(7, 1, size, seed=3), size**-0.5
     q, k, v = (leaf.to("npu").requires_grad_(trains) for leaf in leaves)
     mask = torch.ones(2048, 2048, dtype=torch.bool, device="npu").triu(1)
     # the version that takes lengths as numbers is in every release
@@ -148,27 +112,27 @@ def _packed(size: int, before: int, ends_on: str = "host", trains: bool = True) 
 
 
 LIMITS = (
-    Limit("npu_mrope, 42 heads of 128", lambda: _rotated_together(42), OLDEST),
-    Limit("npu_mrope, 43 heads of 128", lambda: _rotated_together(43), (8, 5)),
-    Limit("npu_mrope, 53 heads of 128", lambda: _rotated_together(53), (8, 5)),
-    Limit("npu_mrope, 54 heads of 128", lambda: _rotated_together(54), (9, 0)),
-    Limit("npu_rotary_mul, four dimensions", lambda: _rotated((1, 9, 2, 64), (1, 9, 1, 64)), OLDEST),
-    Limit("npu_rotary_mul, three dimensions", lambda: _rotated((9, 2, 64), (9, 1, 64)), (8, 5)),
-    Limit("npu_rotary_mul_backward, 8 of 9", lambda: _rotated((8, 2, 9, 64), (8, 1, 9, 64), back=True), OLDEST),
-    Limit("npu_rotary_mul_backward, 8 of 8", lambda: _rotated((8, 2, 8, 64), (8, 1, 8, 64), back=True), NEVER),
-    Limit("npu_moe_gating_top_k, 256 experts", lambda: _gated(256), OLDEST),
-    Limit("npu_moe_gating_top_k, 128 experts", lambda: _gated(128), (8, 3)),
-    Limit("npu_moe_gating_top_k, all scores", lambda: _gated(256, writes_scores=True), (8, 3)),
-    Limit("npu_grouped_matmul_add_, sums of groups", lambda: _summed(added=True), OLDEST),
-    Limit("npu_grouped_matmul, sums of groups", lambda: _summed(added=False), (8, 3)),
-    Limit("npu_rms_norm, a weight like x", lambda: _normed(DTYPE), OLDEST),
-    Limit("npu_rms_norm, a weight in float32", lambda: _normed(torch.float32), (8, 3)),
-    Limit("npu_fast_gelu, launched", lambda: _fast_gelu(captured=False), OLDEST),
-    Limit("npu_fast_gelu, captured", lambda: _fast_gelu(captured=True), (8, 5)),
-    Limit("packed attention, a head of 512", lambda: _packed(512, 1), OLDEST),
-    Limit("packed attention, a head of 520", lambda: _packed(520, 1), (8, 5)),
-    Limit("packed attention, two keys", lambda: _packed(64, 1), OLDEST),
-    Limit("packed attention, one key", lambda: _packed(64, 0), NEVER),
-    Limit("packed attention, one key, inference", lambda: _packed(64, 0, trains=False), OLDEST),
-    Limit("packed attention, lengths on the NPU", lambda: _packed(64, 1, ends_on="npu"), NEVER),
+    OperatorCall("npu_mrope, 42 heads of 128", lambda: _rotated_together(42), OLDEST),
+    OperatorCall("npu_mrope, 43 heads of 128", lambda: _rotated_together(43), (8, 5)),
+    OperatorCall("npu_mrope, 53 heads of 128", lambda: _rotated_together(53), (8, 5)),
+    OperatorCall("npu_mrope, 54 heads of 128", lambda: _rotated_together(54), (9, 0)),
+    OperatorCall("npu_rotary_mul, four dimensions", lambda: _rotated((1, 9, 2, 64), (1, 9, 1, 64)), OLDEST),
+    OperatorCall("npu_rotary_mul, three dimensions", lambda: _rotated((9, 2, 64), (9, 1, 64)), (8, 5)),
+    OperatorCall("npu_rotary_mul_backward, 8 of 9", lambda: _rotated((8, 2, 9, 64), (8, 1, 9, 64), back=True), OLDEST),
+    OperatorCall("npu_rotary_mul_backward, 8 of 8", lambda: _rotated((8, 2, 8, 64), (8, 1, 8, 64), back=True), NEVER),
+    OperatorCall("npu_moe_gating_top_k, 256 experts", lambda: _gated(256), OLDEST),
+    OperatorCall("npu_moe_gating_top_k, 128 experts", lambda: _gated(128), (8, 3)),
+    OperatorCall("npu_moe_gating_top_k, all scores", lambda: _gated(256, writes_scores=True), (8, 3)),
+    OperatorCall("npu_grouped_matmul_add_, sums of groups", lambda: _summed(added=True), OLDEST),
+    OperatorCall("npu_grouped_matmul, sums of groups", lambda: _summed(added=False), (8, 3)),
+    OperatorCall("npu_rms_norm, a weight like x", lambda: _normed(DTYPE), OLDEST),
+    OperatorCall("npu_rms_norm, a weight in float32", lambda: _normed(torch.float32), (8, 3)),
+    OperatorCall("npu_fast_gelu, launched", lambda: _fast_gelu(captured=False), OLDEST),
+    OperatorCall("npu_fast_gelu, captured", lambda: _fast_gelu(captured=True), (8, 5)),
+    OperatorCall("packed attention, a head of 512", lambda: _packed(512, 1), OLDEST),
+    OperatorCall("packed attention, a head of 520", lambda: _packed(520, 1), (8, 5)),
+    OperatorCall("packed attention, two keys", lambda: _packed(64, 1), OLDEST),
+    OperatorCall("packed attention, one key", lambda: _packed(64, 0), NEVER),
+    OperatorCall("packed attention, one key, inference", lambda: _packed(64, 0, trains=False), OLDEST),
+    OperatorCall("packed attention, lengths on the NPU", lambda: _packed(64, 1, ends_on="npu"), NEVER),
 )

@@ -23,11 +23,14 @@ from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.cases import Case, Function
 from kernels_ext_npu.selftest.functions import FUNCTIONS
 from kernels_ext_npu.selftest.layers.layer_cases import CASES
-from kernels_ext_npu.selftest.limits import DTYPE, LIMITS
+from kernels_ext_npu.selftest.limits import LIMITS
+from kernels_ext_npu.selftest.operator_call import OperatorCall
+from kernels_ext_npu.selftest.operators import OPERATORS
 
 QUICK_MODELS = ("Qwen3", "Qwen3-MoE")
 Piece = Callable[[], dict[str, Any]]
 _kernel = cache(sources.load_package)
+_ALONE = {"operators": OPERATORS, "limits": LIMITS}  # in this order: a call beyond a limit may leave a dead device
 
 
 def pieces(quick: bool, source: str = "bundled") -> dict[str, Piece]:
@@ -36,7 +39,7 @@ def pieces(quick: bool, source: str = "bundled") -> dict[str, Piece]:
     Args:
         quick: functions only with what every machine has to take, in bfloat16 and float32, and two models.
 
-    Limits of releases come last: a call beyond one may leave a device that no longer computes.
+    Operators that are called alone come last.
     """
     gc.freeze()  # what was imported stays: a collection looks at what a piece left only
     cases: tuple[Case, ...] = (*FUNCTIONS, *CASES)
@@ -49,14 +52,16 @@ def pieces(quick: bool, source: str = "bundled") -> dict[str, Piece]:
                 found[f"{repository} | {case.title} | {name(dtype)}"] = partial(_compare_case, case, dtype, source)
     for model in QUICK_MODELS if quick else TINY:
         found[f"models | {model} | float32"] = partial(_compare_model, model, source)
-    for limit in () if quick else LIMITS:
-        found[f"limits | {limit.title} | {name(DTYPE)}"] = limit.ask
-    return found
+    return found if quick else found | {identity: call.ask for identity, call in _alone().items()}
 
 
 def refused() -> set[str]:
     """Return the ids of what this release of CANN does not take, as its sources say."""
-    return {f"limits | {limit.title} | {name(DTYPE)}" for limit in LIMITS if limit.is_refused}
+    return {identity for identity, call in _alone().items() if call.is_refused}
+
+
+def _alone() -> dict[str, OperatorCall]:
+    return {f"{of} | {call.title} | {name(call.dtype)}": call for of, calls in _ALONE.items() for call in calls}
 
 
 def name(dtype: torch.dtype) -> str:

@@ -79,6 +79,19 @@ def test_operators_of_sparse_attention_are_in_the_graph() -> None:
         assert launched[operator] == times * (NEW - 2) * ours.config.num_hidden_layers
 
 
+def test_latents_are_read_in_the_graph_as_the_static_cache_holds_them() -> None:
+    """In bfloat16, of the sizes that the operator takes, with padding and with room for more tokens."""
+    model = made("DeepseekV3ForCausalLM", kv_lora_rank=512, qk_rope_head_dim=64)[0].bfloat16()
+    ours = kernels_ext_npu.kernelize(model.to("npu"))
+    ours.set_attn_implementation("sdpa")
+    expected = generated(ours, cache_implementation="static")
+    softnpu.reset_counters()
+    assert generated(ours, **GRAPHS) == expected
+    launched = softnpu.counters(in_graphs=True)
+    assert launched["npu_fused_infer_attention_score"] == (NEW - 2) * ours.config.num_hidden_layers
+    assert not launched.keys() & {"npu_fusion_attention", "npu_fusion_attention_v3"}
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM"])
 def test_several_tokens_of_an_assistant_are_those_of_the_model_itself(steps, name: str) -> None:
     model, ours = both(name)

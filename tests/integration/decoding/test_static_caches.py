@@ -1,17 +1,19 @@
-"""Static caches take one token in fewer launches, and hold what transformers' own hold."""
+"""Static caches take tokens, and move nothing else of what they hold, which is what transformers' own hold."""
 
 import pytest
 import torch
 from torch import Tensor
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import StaticIndexedLayer, StaticLayer, StaticSlidingWindowLayer
 
 import softnpu
+from kernels_ext_npu.measuring.costs import Cost
 
 ROOM = 6
 
 
-def tokens(count: int, seed: int) -> Tensor:
-    return torch.randn(2, 3, count, 4, generator=torch.Generator().manual_seed(seed))
+def tokens(count: int, seed: int, *shape: int) -> Tensor:
+    shape = shape or (2, 3, count, 4)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def layers(windowed: bool) -> list[StaticLayer]:
@@ -32,11 +34,48 @@ def test_they_hold_what_they_held(registered: None, prompt: int, windowed: bool)
         assert int(ours.cumulative_length) == int(theirs.cumulative_length)
 
 
-@pytest.mark.parametrize(("windowed", "prompt", "launches"), [
-    (False, 4, {"index_copy_": 2, "add_": 1}),
-    (True, 2, {"index_copy_": 2, "add_": 1}),
-    (True, 9, {"cat": 2, "copy_": 2}),
-])  # fmt: skip
+def test_keys_and_values_of_other_sizes_and_strides_and_their_order(registered: None) -> None:
+    """Those of latent attention, of one head; states that are a part of what a projection gives; sequences in turn."""
+    theirs, ours = layers(windowed=False)
+    for number, count in enumerate((3, 1, 1)):
+        states = tokens(count, number, 2, count, 1, 8).transpose(1, 2)
+        given = states[..., :5], states[..., 5:]
+        expected = theirs.update(*given)
+        both = states.npu()
+        found = ours.update(both[..., :5], both[..., 5:])
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
+        for layer in (theirs, ours):
+            layer.reorder_cache(torch.tensor([1, 0]))
+
+
+def test_keys_of_indexers_are_written_likewise(registered: None) -> None:
+    theirs, ours = StaticIndexedLayer(32), StaticIndexedLayer(32)
+    for number, count in enumerate((4, 1, 1, 2, 1)):
+        states = tokens(count, number, 2, count, 4)
+        with Cost() as cost:
+            found = ours.update_indexer(states.npu())
+        assert torch.equal(found.cpu(), theirs.update_indexer(states))
+        assert cost.launches["index_copy_"] == (number == 0)  # where the cache is made
+        assert int(ours.indexer_cumulative_length) == int(theirs.indexer_cumulative_length)
+
+
+def test_a_token_that_needs_a_gradient_gets_it(registered: None) -> None:
+    _, layer = layers(windowed=False)
+    layer.update(tokens(2, 0).npu(), tokens(2, 1).npu())
+    states = tokens(1, 2).npu().requires_grad_()
+    keys, _ = layer.update(states, tokens(1, 3).npu())
+    keys.sum().backward()
+    assert torch.equal(states.grad.cpu(), torch.ones(2, 3, 1, 4))
+
+
+@pytest.mark.parametrize(
+    ("windowed", "prompt", "launches"),
+    [
+        (False, 4, {"scatter_update_": 2, "add_": 1}),
+        (True, 2, {"scatter_update_": 2, "add_": 1}),
+        (True, 9, {"clone": 2, "copy_": 4}),
+    ],
+)
 def test_a_token_takes_few_launches_and_nothing_of_the_host(registered, windowed, prompt, launches) -> None:
     _, layer = layers(windowed)
     given = tokens(prompt, 0).npu()
@@ -45,3 +84,35 @@ def test_a_token_takes_few_launches_and_nothing_of_the_host(registered, windowed
     softnpu.reset_counters()
     layer.update(keys, values)
     assert softnpu.counters() == launches | {"stream_syncs": 0, "device_to_host_copies": 0}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_is_written_is_all_that_moves(registered, count) -> None:
+    """On the device, with what operators do inside: tokens, their place and their number, however long the cache is."""
+    layer = StaticLayer(4096)
+    layer.update(tokens(2, 0).npu(), tokens(2, 1).npu())
+    keys, values = tokens(count, 2).npu(), tokens(count, 3).npu()
+    with Cost() as cost:
+        layer.update(keys, values)
+    assert cost.bytes.total() <= 2 * (keys.nbytes + values.nbytes) + 100
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+def test_a_graph_writes_each_token_behind_the_last(registered, windowed) -> None:
+    theirs, ours = layers(windowed)
+    prompt = tokens(3, 0)
+    theirs.update(prompt, prompt)
+    ours.update(prompt.npu(), prompt.npu())
+    keys, values = tokens(1, 0).npu(), tokens(1, 1).npu()
+    graph = torch.npu.NPUGraph()
+    with Cost() as cost, torch.npu.graph(graph):
+        found = ours.update(keys, values)
+    assert cost.launches["npu_scatter_nd_update_"] == 2
+    assert "scatter_update_" not in cost.launches
+    for number in range(3):
+        given = tokens(1, number), tokens(1, 100 + number)
+        keys.copy_(given[0])
+        values.copy_(given[1])
+        graph.replay()
+        expected = theirs.update(*given)
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+import transformers
+from transformers.utils import import_utils
 
 from kernels_ext_npu.catalogue import REPOSITORIES, in_words
 from kernels_ext_npu.doctor import examination, findings, installed_packages
@@ -137,8 +139,9 @@ def test_versions_outside_of_a_window_or_of_what_was_tested(packages: Path) -> N
     seen = faults.observed()
     finding = libraries.kernels(seen)
     assert finding.verdict is Verdict.PROBLEM
-    assert finding.summary == "0.16.2, and transformers 5.22.2 takes >= 0.17.2, < 0.18.0"
-    assert finding.commands == ("pip install 'kernels>=0.17.2,<0.18.0'",)
+    lowest, beyond = import_utils.KERNELS_MIN_VERSION, import_utils.KERNELS_MAX_VERSION
+    assert finding.summary == f"0.16.2, and transformers {transformers.__version__} takes >= {lowest}, < {beyond}"
+    assert finding.commands == (f"pip install 'kernels>={lowest},<{beyond}'",)
     (accelerate,) = [finding for finding in libraries.helpers(seen) if finding.verdict is Verdict.PROBLEM]
     assert accelerate.commands == ("pip install 'accelerate<2,>=1.10.1'",)
     shutil.rmtree(packages / "kernels-0.16.2.dist-info")
@@ -147,13 +150,15 @@ def test_versions_outside_of_a_window_or_of_what_was_tested(packages: Path) -> N
 
 
 def test_another_transformers_is_warned_of_and_its_own_window_is_taken(monkeypatch, packages: Path) -> None:
-    faults.module(packages, "transformers", "", "5.23.0")
+    faults.module(packages, "transformers", "", "5.25.0")
     (packages / "transformers" / "utils").mkdir()
     window = 'KERNELS_MIN_VERSION = "0.18.2"\nKERNELS_MAX_VERSION = "0.19.0"\nimport nowhere\n'
     (packages / "transformers" / "utils" / "import_utils.py").write_text(window)
     seen = faults.observed()
     assert libraries.transformers(seen).verdict is Verdict.WARNING
-    assert "takes >= 0.18.2, < 0.19.0" in libraries.kernels(seen).summary
+    kernels = libraries.kernels(seen)
+    assert "takes >= 0.18.2, < 0.19.0" in kernels.summary
+    assert kernels.commands[-1] == "pip install 'transformers==5.22.2' 'kernels==0.17.2'"
     monkeypatch.setenv("USE_HUB_KERNELS", "off")
     finding = libraries.transformers(faults.observed())
     assert (finding.verdict, finding.commands) == (Verdict.PROBLEM, ("unset USE_HUB_KERNELS",))

@@ -127,7 +127,7 @@ def test_the_tables_fit_a_terminal_and_say_what_was_assumed(moe: Path) -> None:
         "routing is taken to be balanced",
         "The kernels change no collective.",
         f"each of {LAYERS} Qwen3MoeDecoderLayer",
-        "launches GB moved host waits peak GB estimate ms",
+        "launches kernels GB moved host waits peak GB estimate ms",
         "and without collectives",
     ):
         assert words in output

@@ -34,7 +34,9 @@ def inspection(with_update: bool = False, with_step: bool = True) -> Inspection:
         variant.counts = {"forward": counts, "step": counts if with_step else None}
         if with_update:
             for phase, peak in zip(UPDATE, (1, OPTIMIZER)):
-                variant.counts[phase] = Counts(Counter({"add": 4}), Counter({"add": 7 * 10**9}), peak=peak * 10**9)
+                variant.counts[phase] = Counts(
+                    launches=Counter({"add": 4}), bytes=Counter({"add": 7 * 10**9}), peak=peak * 10**9
+                )
     subject = Subject("tiny", AutoConfig.for_model("qwen3"), Qwen3ForCausalLM, [])
     mesh, soc = ONE, SOCS["910b"]
     return Inspection(subject, "1 × 8 tokens", torch.bfloat16, soc, mesh, 1, 2, Report([]), variants, [])
@@ -68,7 +70,7 @@ def test_the_title_says_the_result(figure) -> None:
 
 
 def test_more_of_something_is_said_and_what_stays_is_not() -> None:
-    more = [Counts(Counter({"mm": number}), Counter({"mm": 7}), peak=5) for number in (10, 15)]
+    more = [Counts(launches=Counter({"mm": number}), bytes=Counter({"mm": 7}), peak=5) for number in (10, 15)]
     assert picture.result(*more) == "1.5 × more launches"
     assert picture.result(more[0], more[0]) == "nothing changes"
 

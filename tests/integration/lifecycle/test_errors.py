@@ -85,7 +85,11 @@ MACHINES: dict[str, tuple[bool, str, dict[str, str], list[str]]] = {
         False,
         OTHER_KERNELS,
         {},
-        ["takes kernels >= 0.18.2, < 0.19.0 and ignores the installed 0.17", "pip install 'kernels>=0.18.2,<0.19.0'"],
+        [
+            "takes kernels >= 0.18.2, < 0.19.0 and ignores the installed 0.17",
+            "pip install 'kernels>=0.18.2,<0.19.0'",
+            "pip install 'transformers==5.22.2' 'kernels==0.17.2'",
+        ],
     ),
     "kernels switched off": (False, "import softnpu\n", {"USE_HUB_KERNELS": "NO"}, ["USE_HUB_KERNELS"]),
 }
@@ -100,7 +104,9 @@ def test_what_is_missing_is_explained(run_python, run_forked, machine: str) -> N
         assert word in result.stderr
 
 
-@pytest.mark.parametrize(("package", "found"), [("transformers", "5.23.0"), ("kernels", "0.16.2")])
+@pytest.mark.parametrize(
+    ("package", "found"), [("transformers", "5.25.0"), ("kernels", "0.16.2"), ("kernels", "0.18.2")]
+)
 def test_versions_that_nobody_tried_are_named(monkeypatch, package, found) -> None:
     version = environment.installed
     monkeypatch.setattr(environment, "installed", lambda name: found if name == package else version(name))

@@ -1,6 +1,7 @@
 """Classes are matched by what they compute: same words in other names match, other words do not."""
 
 import functools
+import inspect
 
 import pytest
 import torch
@@ -10,12 +11,14 @@ from transformers.modeling_rope_utils import dynamic_rope_update
 from transformers.models.informer.modeling_informer import InformerAttention as Listed
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.olmo.modeling_olmo import OlmoRotaryEmbedding as Table
+from transformers.utils.deprecation import deprecate_kwarg
 
 from kernels_ext_npu.matching.classification import UNSUPPORTED, attention_refusal
 from kernels_ext_npu.matching.fingerprint import fingerprint
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
 from kernels_ext_npu.patterns.norms.rms_norms import GemmaRMSNorm, LlamaRMSNorm
+from kernels_ext_npu.patterns.rotary import rope_tables
 from kernels_ext_npu.patterns.variant import variant
 
 SQUARE = "hidden_states.pow(2).mean(-1, keepdim=True)"
@@ -56,8 +59,37 @@ def twice(function):
     return wrapped
 
 
-def test_the_decorators_of_rotary_embeddings_are_seen_through() -> None:
+inner = inspect.unwrap(rope_tables.LlamaRotaryEmbedding.forward)
+renames = deprecate_kwarg("seconds", "9.9", new_name="position_ids")
+
+
+def made(forward) -> type[nn.Module]:
+    return type("Made", (nn.Module,), {"forward": forward})
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        dynamic_rope_update(inner),
+        torch.no_grad()(dynamic_rope_update(inner)),
+        dynamic_rope_update(torch.no_grad()(inner)),
+        renames(dynamic_rope_update(inner)),
+        torch.no_grad()(renames(dynamic_rope_update(renames(inner)))),
+    ],
+)
+def test_the_decorators_of_rotary_embeddings_are_seen_through_in_any_order(forward) -> None:
+    assert find_pattern(made(forward)).layers == ("RotaryEmbedding",)
+
+
+def test_those_of_the_installed_transformers_are() -> None:
     assert find_pattern(Table).layers == ("RotaryEmbeddingFloat32",)
+
+
+def test_a_table_that_is_trained_is_served_with_its_gradient_where_it_has_one() -> None:
+    (table,) = (each.original for each in rope_tables.PATTERNS if each.layers == ("RotaryEmbeddingTrained",))
+    forward = inspect.unwrap(table.forward)
+    assert find_pattern(made(dynamic_rope_update(forward))).layers == ("RotaryEmbeddingTrained",)
+    assert find_pattern(made(torch.no_grad()(dynamic_rope_update(forward)))).layers == ("RotaryEmbeddingLearned",)
 
 
 def update_impostor(rope_forward):
@@ -82,7 +114,14 @@ def no_grad_impostor(func):
     return decorate_context
 
 
-inner = Table.forward.__wrapped__.__wrapped__
+def rename_impostor(func):
+    """The same for deprecate_kwarg's."""
+
+    @functools.wraps(func)
+    def wrapped_func(*args, **kwargs):
+        return func(*args, **kwargs)[::-1]
+
+    return wrapped_func
 
 
 @pytest.mark.parametrize(
@@ -90,20 +129,18 @@ inner = Table.forward.__wrapped__.__wrapped__
     [
         inner,
         torch.no_grad()(inner),
-        dynamic_rope_update(inner),
-        dynamic_rope_update(torch.no_grad()(inner)),
         torch.enable_grad()(dynamic_rope_update(inner)),
         torch.inference_mode()(dynamic_rope_update(inner)),
         torch.no_grad()(update_impostor(inner)),
         no_grad_impostor(dynamic_rope_update(inner)),
         torch.no_grad()(dynamic_rope_update(twice(inner))),
         torch.no_grad()(dynamic_rope_update(dynamic_rope_update(inner))),
-        torch.no_grad()(torch.no_grad()(dynamic_rope_update(inner))),
+        rename_impostor(dynamic_rope_update(inner)),
         twice(Table.forward),
     ],
 )
 def test_other_decorators_are_not(forward) -> None:
-    assert find_pattern(type("Made", (nn.Module,), {"forward": forward})) is None
+    assert find_pattern(made(forward)) is None
 
 
 @pytest.mark.parametrize("forward", [

@@ -18,8 +18,8 @@ TESTS = Path(__file__).resolve().parents[2]
 REFUSED = UNSUPPORTED[NORMS.name].keys()
 
 
-def test_the_counted_release_is_the_pinned_one() -> None:
-    assert f"transformers=={COUNTED};" in (TESTS.parent / "requirements.txt").read_text()
+def test_the_counted_release_is_the_newest_one() -> None:
+    assert f"NEXT := transformers=={COUNTED}\n" in (TESTS.parent / "Makefile").read_text()
 
 
 @pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16])

@@ -17,7 +17,8 @@ from tests.support.expert_modules import EXPERTS, HIDDEN
 from tests.support.router_classes import by_expert, call, instance
 
 pytestmark = pytest.mark.usefixtures("registered")
-NARROW = "GroupedSoftmaxTopKRouterNarrow"  # served in float32 only
+NARROW = {"GroupedSoftmaxTopKRouterNarrow"}  # served in float32 only
+FLOAT32 = NARROW | {"SigmoidTopKRouterNormalised"}  # or with weights that are
 # One launch scores and chooses; these choose in torch.
 IN_TORCH = {"TopKSoftmaxRouter", "TopKRouter", "SigmoidScatterRouter"}
 ONE_LAUNCH = {"npu_moe_gating_top_k_softmax", "npu_moe_gating_top_k"}
@@ -47,7 +48,7 @@ def compared(dtype: torch.dtype, normalises: bool) -> list[type[nn.Module]]:
     if dtype is torch.float32 and normalises:
         return transformers_files.differing(served())
     one = {layer_of(cls): cls for cls in served()}
-    return [cls for layer, cls in one.items() if dtype is torch.float32 or layer != NARROW]
+    return [cls for layer, cls in one.items() if dtype is torch.float32 or layer not in FLOAT32]
 
 
 def agree(a: Tensor, b: Tensor, tolerance: float) -> bool:

@@ -25,6 +25,7 @@ from kernels_ext_npu.selftest import comparing, functions, pieces, result_report
 from kernels_ext_npu.selftest.cases import Layer
 from kernels_ext_npu.selftest.layers.layer_cases import CASES
 from kernels_ext_npu.selftest.limits import LIMITS
+from kernels_ext_npu.selftest.operators import OPERATORS
 from planting.faults import FAULTS, VARIANT, Fault
 
 CRASH = Fault("Activation", "functional.py", "", '    _check("quick_gelu", x)', "    import os\n\n    os.abort()")
@@ -60,7 +61,7 @@ def seen(fault: Fault, folder: Path) -> list[str]:
 
 def test_every_function_and_layer_is_tested_in_three_dtypes() -> None:
     ids = pieces.pieces(quick=False)
-    assert len(ids) == 3 * (len(functions.FUNCTIONS) + len(CASES)) + 10 + len(LIMITS)
+    assert len(ids) == 3 * (len(functions.FUNCTIONS) + len(CASES)) + 10 + len(LIMITS) + len(OPERATORS)
     quick = pieces.pieces(quick=True)
     assert set(quick) < set(ids)
     assert {identity.split(" | ")[0] for identity in quick} == {*REPOSITORIES, "models"}
@@ -134,7 +135,8 @@ def test_the_command_agrees_here_and_its_report_names_nobody(tmp_path) -> None:
     found = json.loads(written)
     assert found["machine"]["device"] == "software device"
     assert all(row["agrees"] for row in found["results"])
-    assert all(row["backward"] >= 0 and row["peak_bytes"] >= 0 for row in found["results"] if row["of"] != "limits")
+    others = [row for row in found["results"] if row["of"] not in ("limits", "operators")]
+    assert all(row["backward"] >= 0 and row["peak_bytes"] >= 0 for row in others)
 
 
 def words(shown: str) -> str:
@@ -205,7 +207,7 @@ def test_lines_that_decide_claims_are_lines_of_a_report() -> None:
     known = {identity.replace(" | ", ", ") for identity in pieces.pieces(quick=False)}
     assert len(named) > 20
     assert set(named) <= known
-    assert {line.partition(",")[0] for line in named} == {*REPOSITORIES, "models", "limits"}
+    assert {line.partition(",")[0] for line in named} == {*REPOSITORIES, "models", "operators", "limits"}
 
 
 @pytest.mark.software

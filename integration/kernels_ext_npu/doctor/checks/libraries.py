@@ -13,7 +13,7 @@ from kernels_ext_npu.doctor.findings import Finding, not_checked, ok, problem, r
 from kernels_ext_npu.doctor.installed_packages import Package
 from kernels_ext_npu.doctor.observations import STACK, Observations
 from kernels_ext_npu.doctor.probes import KERNELS, TRANSFORMERS
-from kernels_ext_npu.environment import TESTED
+from kernels_ext_npu.environment import TAKEN_TOGETHER, TESTED
 
 # what kernels_ext_npu itself asks for, beside transformers and kernels
 REQUIRED = {"huggingface-hub": SpecifierSet(">=2.4,<3"), "accelerate": SpecifierSet(">=1.10.1,<2")}
@@ -40,10 +40,12 @@ def kernels(seen: Observations) -> Finding:
         return _in_range(package)
     (lowest, beyond), facts = window, {"version": str(package.version), "window": [*window]}
     if package.version is not None and not Version(lowest) <= package.version < Version(beyond):
+        is_tested = TESTED["kernels"].contains(lowest)
+        case = "kernels outside of the window" if is_tested else "kernels that may not be had"
         return problem(
             f"{package.version}, and {seen.packages['transformers']} takes >= {lowest}, < {beyond}",
             details=("transformers ignores it without a word: use_kernels=True would change nothing",),
-            **remedy("kernels outside of the window", lowest=lowest, beyond=beyond),
+            **remedy(case, lowest=lowest, beyond=beyond, together=TAKEN_TOGETHER),
             facts=facts,
         )
     if gone := next((each.facts["gone"] for each in (seen.use, seen.imports) if each and "gone" in each.facts), None):

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from kernels_ext_npu.measuring import products, roofline
-
-_COUNTED = ("launches", "bytes", "flops", "seconds", "calls", "messages")
+_COUNTED = (
+    "launches", "kernels", "bytes", "not_read", "flops", "seconds", "product_seconds", "on_ai_cpu", "calls", "messages"
+)  # fmt: skip
 
 
 class Collective(NamedTuple):
@@ -25,12 +25,19 @@ class Collective(NamedTuple):
 class Counts:
     """What a computation costs a rank."""
 
-    launches: Counter[str] = field(default_factory=Counter)  # the number of launches, by operator
-    bytes: Counter[str] = field(default_factory=Counter)  # the bytes that go in and out of them, by operator
+    launches: Counter[str] = field(default_factory=Counter)  # the number of launches by the host, by operator
+    kernels: Counter[str] = field(default_factory=Counter)  # the number of kernels on the device, by operator
+    bytes: Counter[str] = field(default_factory=Counter)  # the bytes that these read and write, by operator
+    # those of operators of which nobody read what CANN does inside, by operator
+    not_read: Counter[str] = field(default_factory=Counter)
     # the additions and multiplications of products in them, by operator
     flops: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
     # the least time that they take on a chip, by operator
     seconds: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
+    # that of the kernels that multiply, by operator: without what is copied or cast for them
+    product_seconds: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
+    # the number of kernels on the AI CPU, by operator
+    on_ai_cpu: Counter[str] = field(default_factory=Counter)
     # the number of calls of collectives, which are no launches
     calls: Counter[Collective] = field(default_factory=Counter)
     # the bytes of what is reduced, gathered, scattered or exchanged, by collective
@@ -47,13 +54,8 @@ class Counts:
 
     @property
     def products(self) -> float:
-        """The least seconds of the launches that multiply matrices alone: attention and convolutions are among them."""
-        return sum(seconds for name, seconds in self.seconds.items() if products.multiplies(name))
-
-    @property
-    def on_ai_cpu(self) -> dict[str, int]:
-        """The number of launches that run on the AI CPU, by operator; without those that have none."""
-        return {name: self.launches[name] for name in roofline.ON_AI_CPU if self.launches[name]}
+        """The least seconds of the kernels that multiply matrices alone: attention and convolutions are among them."""
+        return sum(self.product_seconds.values())
 
     def add(self, other: Counts, times: int = 1) -> None:
         """Add what another computation costs, so many times."""

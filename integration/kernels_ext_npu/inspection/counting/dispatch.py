@@ -16,7 +16,8 @@ from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.memory import Memory
 from kernels_ext_npu.measuring.costs import Cost, bytes_of, what_runs
 from kernels_ext_npu.measuring.distance import tensors
-from kernels_ext_npu.measuring.products import flops
+from kernels_ext_npu.measuring.inside import Inside
+from kernels_ext_npu.measuring.products import flops, multiplies
 from kernels_ext_npu.measuring.roofline import Soc, seconds
 
 Axes = defaultdict[str, tuple[str, ...]]
@@ -40,6 +41,7 @@ class Counting(Cost):
             return NotImplemented  # these call the operators that run, which come here, too
         kwargs = kwargs or {}
         name, _ = what_runs(operator, args, kwargs)
+        workspace = 0
         if name == "mm" and operator is torch.ops.aten._grouped_mm.default:  # a loop
             self.values.waits += 1
             result = _product_by_groups(*args, **kwargs)
@@ -47,13 +49,25 @@ class Counting(Cost):
             result = self.values.run(operator, args, kwargs)
         if collectives.is_collective(operator):
             self._count_message(operator, args, kwargs, result)
-        elif (moved := self.count(operator, args, kwargs, result)) is not None:
+        elif (runs := self.count(operator, args, kwargs, result)) is not None:
             multiplied = flops(operator, *self.values.with_lists(args, kwargs), result)
-            dtype = next((tensor.dtype for tensor in tensors((args, kwargs))), None)
-            self._counts.flops[name] += multiplied
-            self._counts.seconds[name] += seconds(self.soc, multiplied, dtype, moved)
-        self.memory.add(tensors(result))
+            self._add(name, runs, multiplied, next((tensor.dtype for tensor in tensors((args, kwargs))), None))
+            workspace = runs.workspace
+        self.memory.add(tensors(result), workspace)
         return result
+
+    def _add(self, name: str, runs: Inside, multiplied: float, dtype: torch.dtype | None) -> None:
+        """Add the least time of the kernels of a call, and of its product alone."""
+        counts = self._counts
+        counts.flops[name] += multiplied
+        share = multiplied / max(1, sum(kernel.is_main for kernel in runs.kernels))  # products of equal size
+        for kernel in runs.kernels:
+            least = seconds(self.soc, share if kernel.is_main else 0, dtype, kernel.moved)
+            counts.seconds[name] += least
+            if kernel.is_main and multiplies(name):
+                counts.product_seconds[name] += least
+            if kernel.on_ai_cpu:
+                counts.on_ai_cpu[name] += 1
 
     def numbers(self, tensor: Tensor) -> list[int] | None:
         """Return what a tensor on the device holds where that is known."""
@@ -67,9 +81,9 @@ class Counting(Cost):
 
     def go_on(self) -> None:
         """Forget what was counted so far, but for the memory that is taken."""
-        self.launches.clear()
-        self.bytes.clear()
-        self._counts = Counts(self.launches, self.bytes)
+        for counter in (self.launches, self.kernels, self.bytes, self.not_read):
+            counter.clear()
+        self._counts = Counts(self.launches, self.kernels, self.bytes, self.not_read)
         self.memory.peak = self.memory.current
         self.values.waits = self.values.copies_in = 0
 
@@ -90,6 +104,7 @@ class Counting(Cost):
         self._counts.messages[key] += max(bytes_of(value) for value in (*args, *kwargs.values(), result))
         if collectives.clones(operator) and (cloned := 2 * bytes_of(result)):
             self.launches["clone"] += 1
+            self.kernels["clone"] += 1
             self.bytes["clone"] += cloned
             self._counts.seconds["clone"] += cloned / self.soc.bandwidth
         if operator is torch.ops.c10d._reduce_scatter_base_.default and key.axis != "cp":

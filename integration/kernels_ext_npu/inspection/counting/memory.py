@@ -39,14 +39,14 @@ class Memory:
             if parameter.requires_grad
         ]
 
-    def add(self, tensors: Iterable[Tensor]) -> None:
-        """Count what an operator gave, unless it is counted."""
+    def add(self, tensors: Iterable[Tensor], workspace: int = 0) -> None:
+        """Count what an operator gave, unless it is counted, and the workspace that it had until it ended."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if tensor.device.type == "npu" and storage._cdata not in self._living:
                 self.current += storage.nbytes()
                 self._follow(storage, storage.nbytes())
-        self.peak = max(self.peak, self.current)
+        self.peak = max(self.peak, self.current + workspace)
 
     def resized(self) -> AbstractContextManager:
         """Follow storages that are given back, and taken again, as FSDP2 does with gathered weights."""

@@ -26,6 +26,7 @@ from kernels_ext_npu.inspection.counting.repetition import Kind, NotRepeatableEr
 from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.measuring.roofline import Soc
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
+from kernels_ext_npu.transformers_internals import cache_parameter
 
 Inputs = dict[str, Any]
 
@@ -128,7 +129,7 @@ def _decode(is_static: bool, model: PreTrainedModel, inputs: Inputs, costs: Coun
     rows, tokens = ids.shape
     config = model.config.get_text_config(decoder=True)
     cache = StaticCache(config, max_cache_len=tokens + 1) if is_static else DynamicCache(config=config)
-    given: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+    given: dict[str, Any] = {cache_parameter(model.forward): cache, "use_cache": True}
     with torch.no_grad():
         model(**inputs | given)
         token, place = ids[:, -1:], torch.full((rows, 1), tokens, device=ids.device)

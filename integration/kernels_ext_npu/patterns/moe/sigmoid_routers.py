@@ -1,5 +1,6 @@
 """The routers of transformers that choose experts by the sigmoid of their logits, among all of them at once."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -133,11 +134,26 @@ class MuseSparkTopkRouter(Router):
         return router_logits, top_k_weights, topk_indices
 
 
+class Inkling2TopKRouter(Router):
+    score_fn = ACT2FN["sigmoid"]
+
+    def forward(self, hidden_states):
+        hidden_states = hidden_states.float()
+        flat = hidden_states.reshape(-1, self.hidden_dim)
+        logits = F.linear(flat, self.weight)
+        scores = self.score_fn(logits)
+        indices = torch.topk(scores + self.e_score_correction_bias, self.top_k, dim=-1, sorted=False).indices
+        weights = scores.gather(1, indices)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return logits, weights * self.routed_scaling_factor, indices
+
+
 _UNGROUPED = where(
     lambda router: router.num_group is None,
     "it fills groups that are not chosen with 0, and the operator leaves them out: a negative bias tells",
 )
 _SCORING = Part("scoring_function", (nn.Sigmoid,), "it scores with {}, the kernel with a sigmoid")
+_SCORES = replace(_SCORING, name="score_fn")
 
 PATTERNS = (
     Pattern(HYV3TopKRouter, ("SigmoidTopKRouterGivenBias",)),
@@ -148,4 +164,5 @@ PATTERNS = (
     Pattern(LagunaTopKRouter, ("SigmoidTopKRouterSoftcapped",)),
     Pattern(AXK2TopkRouter, ("SigmoidTopKRouterUngrouped",), _UNGROUPED, rechecks_every_call=True),
     Pattern(MuseSparkTopkRouter, ("SigmoidTopKRouterMultiplied",), parts=(_SCORING,), rechecks_every_call=True),
+    Pattern(Inkling2TopKRouter, ("SigmoidTopKRouterNormalised",), parts=(_SCORES,), rechecks_every_call=True),
 )

@@ -51,6 +51,18 @@ Qwen3_5MoeTopKRouter = variant("Qwen3_5MoeTopKRouter", Qwen3MoeTopKRouter, _ALWA
 MixtralTopKRouter = variant("MixtralTopKRouter", Qwen3_5MoeTopKRouter, _WEIGHTS_IN_FLOAT32)
 
 
+class LaraMiniTopKRouter(Router):
+    def forward(self, hidden_states):
+        hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+        router_logits = F.linear(hidden_states.float(), self.weight.float())
+        router_probs = F.softmax(router_logits, dim=-1)
+        router_top_value, router_indices = torch.topk(router_probs, self.top_k, dim=-1)
+        if self.norm_topk_prob:
+            router_top_value = router_top_value / router_top_value.sum(dim=-1, keepdim=True)
+        router_scores = router_top_value.to(hidden_states.dtype)
+        return router_logits, router_scores, router_indices
+
+
 class JambaTopKRouter(Router):
     def forward(self, hidden_states):
         router_logits = F.linear(hidden_states, self.weight)
@@ -174,6 +186,7 @@ PATTERNS = (
     Pattern(Qwen3MoeTopKRouter, ("SoftmaxTopKRouter",)),
     Pattern(Qwen3_5MoeTopKRouter, ("SoftmaxTopKRouter",), _NORMALISED),
     Pattern(MixtralTopKRouter, ("SoftmaxTopKRouterFloat32",), _NORMALISED),
+    Pattern(LaraMiniTopKRouter, ("SoftmaxTopKRouterInFloat32",)),
     Pattern(JambaTopKRouter, ("SoftmaxTopKRouterUnnormalised",)),
     Pattern(HunYuanMoEV1Gate, ("SoftmaxTopKRouterLinear",)),
     Pattern(GraniteMoeTopKRouter, ("TopKSoftmaxRouter",)),

@@ -68,6 +68,14 @@ class DeepseekV4UnweightedRMSNorm(NanoChatRMSNorm):
         return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)
 
 
+class Inkling2UnweightedRMSNorm(NanoChatRMSNorm):
+    def forward(self, hidden_states):
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.float()
+        hidden_states = hidden_states * torch.rsqrt(hidden_states.square().mean(-1, keepdim=True) + self.eps)
+        return hidden_states.to(input_dtype)
+
+
 class MoshiRMSNorm(NanoChatRMSNorm):
     def forward(self, x):
         output = self._norm(x.float())
@@ -272,7 +280,8 @@ PATTERNS = (
     Pattern(XLSTMRMSNorm, ("RMSNorm",), where(_is_unbiased, "it adds a bias", _REDUCED_IN_FLOAT32), holds=_is_unbiased),
     *alike(("RMSNormZeroCentered",), GemmaRMSNorm, MuseSparkRMSNorm, limits=refuse_weighted),
     Pattern(Qwen4ExpTextRMSNorm, ("RMSNormZeroCentered",), _WHOLE, holds=_is_whole),
-    *alike(("RMSNormWeightless",), NanoChatRMSNorm, DeepseekV4UnweightedRMSNorm, limits=refuse_eps),
+    *alike(("RMSNormWeightless",), NanoChatRMSNorm, Inkling2UnweightedRMSNorm, limits=refuse_eps),
+    Pattern(DeepseekV4UnweightedRMSNorm, ("RMSNormWeightless",), refuse_eps),
     Pattern(T5LayerNorm, ("T5LayerNorm",), refuse_weighted),
     Pattern(Qwen3NextRMSNormGated, ("RMSNormGated",), _ACTIVATED),
     Pattern(KimiLinearRMSNormGated, ("RMSNormGatedCastLast",), _ACTIVATED),

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.modeling_rope_utils import dynamic_rope_update
 
-from kernels_ext_npu.patterns.pattern import Pattern, alike
-from kernels_ext_npu.patterns.rotary.rope_tables import BY_TYPE, IN_FLOAT32, SINGLE
+from kernels_ext_npu.patterns.rotary.rope_tables import BY_TYPE, IN_FLOAT32, SINGLE, UNTRAINED, table
 from kernels_ext_npu.patterns.variant import variant
 
 
@@ -24,7 +23,6 @@ class Qwen2_5_VLRotaryEmbedding(nn.Module):
 
     mrope_section: tuple[int, ...] = (4, 4, 4)
 
-    @torch.no_grad()
     @dynamic_rope_update
     def forward(self, x, position_ids):
         position_ids = position_ids.expand(3, -1, -1)
@@ -50,7 +48,6 @@ _HUNYUAN.mrope_section = (3, 3, 3, 3)
 class CohereCompassRotaryEmbedding(nn.Module):
     """A table for each type of layer, which has sections of its own too."""
 
-    @torch.no_grad()
     @dynamic_rope_update
     def forward(self, x, position_ids, layer_type=None):
         inv_freq = getattr(self, f"{layer_type}_inv_freq")
@@ -81,7 +78,6 @@ _NEO_MME = variant("NeoMMERotaryEmbedding", _COMPASS, _OF_ROWS)
 class Qwen2VLVisionRotaryEmbedding(nn.Module):
     """A table of the rows and columns of patches, ``[T, 2]``, in float32."""
 
-    @torch.no_grad()
     def forward(self, x, position_ids):
         freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
         cos = freqs.cos() * self.attention_scaling
@@ -112,6 +108,10 @@ def _refuse(table: Any) -> str | None:
     return None if chooses else "its recomposition_frequencies does more than choose"
 
 
+def _refuse_patches(table: Any) -> str | None:
+    return UNTRAINED(table) or _refuse(table)
+
+
 def _chooses(table: Any) -> bool:
     compose, rope_type = table.recomposition_frequencies, getattr(table, "rope_type", None)
     takes_type = len(inspect.signature(compose).parameters) > 1
@@ -133,11 +133,12 @@ def _other(x: Tensor) -> Tensor:
 # of what tables choose from: dimensions, rows and positions; patches and their two dimensions; and rows of patches
 _SHAPES = (8, 2, 5), (5, 2), (5, 5, 2)
 PATTERNS = (
-    Pattern(_QWEN, ("RotaryEmbeddingComposed",), lambda table: SINGLE(table) or _refuse(table)),
-    Pattern(_ERNIE, ("RotaryEmbeddingComposedFloat32",), lambda table: SINGLE(table) or _refuse(table)),
-    Pattern(_HUNYUAN, ("RotaryEmbeddingComposedBySections",), lambda table: SINGLE(table) or _refuse(table)),
-    Pattern(_COMPASS, ("RotaryEmbeddingComposedByType",), lambda table: BY_TYPE(table) or _refuse(table)),
-    Pattern(_NEO_MME, ("RotaryEmbeddingOfRowsByType",), lambda table: BY_TYPE(table) or _refuse(table)),
-    Pattern(_PATCHES, ("RotaryEmbeddingOfPatchesFloat32",), _refuse),
-    *alike(("RotaryEmbeddingOfPatches",), _PIXTRAL, _MUSE_SPARK, limits=_refuse),
+    table(_QWEN, ("RotaryEmbeddingComposed",), lambda module: SINGLE(module) or _refuse(module)),
+    table(_ERNIE, ("RotaryEmbeddingComposedFloat32",), lambda module: SINGLE(module) or _refuse(module)),
+    table(_HUNYUAN, ("RotaryEmbeddingComposedBySections",), lambda module: SINGLE(module) or _refuse(module)),
+    table(_COMPASS, ("RotaryEmbeddingComposedByType",), lambda module: BY_TYPE(module) or _refuse(module)),
+    table(_NEO_MME, ("RotaryEmbeddingOfRowsByType",), lambda module: BY_TYPE(module) or _refuse(module)),
+    table(_PATCHES, ("RotaryEmbeddingOfPatchesFloat32",), _refuse_patches),
+    table(_PIXTRAL, ("RotaryEmbeddingOfPatches",), _refuse_patches),
+    table(_MUSE_SPARK, ("RotaryEmbeddingOfPatches",), _refuse_patches),
 )

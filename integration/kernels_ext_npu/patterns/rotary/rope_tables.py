@@ -1,17 +1,18 @@
 """The modules of transformers that make cos and sin of positions for the rotary functions."""
 
+import functools
+
 import torch
 from torch import nn
 from transformers.modeling_rope_utils import dynamic_rope_update
 
-from kernels_ext_npu.patterns.pattern import Pattern, where
+from kernels_ext_npu.patterns.pattern import Limits, Pattern, where
 from kernels_ext_npu.patterns.variant import variant
 
 
 class LlamaRotaryEmbedding(nn.Module):
     """A table from positions ``[B, S]`` and frequencies ``[F]`` to cos and sin ``[B, S, 2F]``, in the dtype of x."""
 
-    @torch.no_grad()
     @dynamic_rope_update
     def forward(self, x, position_ids):
         freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
@@ -21,9 +22,24 @@ class LlamaRotaryEmbedding(nn.Module):
         return cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)
 
 
-SINGLE = where(lambda table: isinstance(table.rope_type, str), "its rope type is {0.rope_type!r}, not one name")
+# up to transformers 5.23 tables are under torch.no_grad, which makes no difference where nothing in them is trained
+UNTRAINED = where(
+    lambda table: not any(parameter.requires_grad for parameter in table.parameters()),
+    "it has trained parameters, and the kernel gives them no gradient",
+)
+
+
+def _of_one_type(then: Limits = lambda _: None) -> Limits:
+    """Return the limits of a table with one rope type, and others behind them."""
+    return where(lambda table: isinstance(table.rope_type, str), "its rope type is {0.rope_type!r}, not one name", then)
+
+
+table = functools.partial(Pattern, has_gradients=False)
+SINGLE = _of_one_type(UNTRAINED)
 BY_TYPE = where(
-    lambda table: isinstance(table.rope_type, dict), "its rope type is {0.rope_type!r}, not one for each type of layer"
+    lambda table: isinstance(table.rope_type, dict),
+    "its rope type is {0.rope_type!r}, not one for each type of layer",
+    UNTRAINED,
 )
 # frequencies, factors and rope types of its own for each type of layer
 _BY_TYPE = {
@@ -58,17 +74,20 @@ _LEARNED = {
     freqs = position_ids[..., None].float() * scaled_inv_freq"""
 }
 _LLAMA = LlamaRotaryEmbedding
+_TRAINED = variant("TrainedRotaryEmbedding", _LLAMA, _LEARNED)  # since transformers 5.24
+_NOT_TRAINED = variant("MistralLarge4TextRotaryEmbedding", _TRAINED, {"@dyn": "@torch.no_grad()\n@dyn"})
 _GEMMA = variant("Gemma3RotaryEmbedding", _LLAMA, _BY_TYPE)
 _DEEPSEEK_V4 = variant("DeepseekV4RotaryEmbedding", _GEMMA, _ONCE_BY_TYPE)
 
 PATTERNS = (
-    Pattern(_LLAMA, ("RotaryEmbedding",), SINGLE),
-    Pattern(variant("OlmoRotaryEmbedding", _LLAMA, IN_FLOAT32), ("RotaryEmbeddingFloat32",), SINGLE),
-    Pattern(variant("CohereRotaryEmbedding", _LLAMA, _NEIGHBOURS), ("RotaryEmbeddingInterleaved",), SINGLE),
-    Pattern(variant("GptOssRotaryEmbedding", _LLAMA, _ONCE), ("RotaryEmbeddingHalfWidth",), SINGLE),
-    Pattern(variant("MistralLarge4TextRotaryEmbedding", _LLAMA, _LEARNED), ("RotaryEmbeddingLearned",), SINGLE),
-    Pattern(_GEMMA, ("RotaryEmbeddingByType",), BY_TYPE),
-    Pattern(variant("Olmo3RotaryEmbedding", _GEMMA, IN_FLOAT32), ("RotaryEmbeddingByTypeFloat32",), BY_TYPE),
-    Pattern(_DEEPSEEK_V4, ("RotaryEmbeddingHalfWidthByType",), BY_TYPE),
-    Pattern(variant("EsmRotaryEmbedding", _GEMMA, _OF_ANY_TYPE), ("RotaryEmbeddingOfAnyType",), SINGLE),
+    table(_LLAMA, ("RotaryEmbedding",), SINGLE),
+    table(variant("OlmoRotaryEmbedding", _LLAMA, IN_FLOAT32), ("RotaryEmbeddingFloat32",), SINGLE),
+    table(variant("CohereRotaryEmbedding", _LLAMA, _NEIGHBOURS), ("RotaryEmbeddingInterleaved",), SINGLE),
+    table(variant("GptOssRotaryEmbedding", _LLAMA, _ONCE), ("RotaryEmbeddingHalfWidth",), SINGLE),
+    Pattern(_TRAINED, ("RotaryEmbeddingTrained",), _of_one_type()),
+    Pattern(_NOT_TRAINED, ("RotaryEmbeddingLearned",), _of_one_type()),
+    table(_GEMMA, ("RotaryEmbeddingByType",), BY_TYPE),
+    table(variant("Olmo3RotaryEmbedding", _GEMMA, IN_FLOAT32), ("RotaryEmbeddingByTypeFloat32",), BY_TYPE),
+    table(_DEEPSEEK_V4, ("RotaryEmbeddingHalfWidthByType",), BY_TYPE),
+    table(variant("EsmRotaryEmbedding", _GEMMA, _OF_ANY_TYPE), ("RotaryEmbeddingOfAnyType",), SINGLE),
 )

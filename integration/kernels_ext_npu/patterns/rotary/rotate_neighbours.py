@@ -23,6 +23,12 @@ def rotate_pairwise(x):
     return x.flatten(start_dim=-2)
 
 
+def rotate_channel_pairs(x):
+    x = x.view(*x.shape[:-1], -1, 2)
+    x1, x2 = x.unbind(dim=-1)
+    return torch.stack((-x2, x1), dim=-1).flatten(start_dim=-2)
+
+
 def gptj(tensor, sin, cos):
     """Rotate one tensor ``[B, S, N, D]``; sin comes before cos, and both are half as wide."""
     sin = torch.repeat_interleave(sin[:, :, None, :], 2, 3)
@@ -37,6 +43,17 @@ def sam3(q, k, cos, sin):
     k_embed = k.float()
     k_embed = (k_embed * cos) + (rotate_pairwise(k_embed) * sin)
     return q_embed.type_as(q), k_embed.type_as(k)
+
+
+def inkling2_vision(q, k, cos, sin):
+    """Rotate q and k ``[..., S, N, D]`` in float32, by cos and sin ``[S, D]``; both keep their dtypes."""
+    orig_q_dtype = q.dtype
+    orig_k_dtype = k.dtype
+    q, k = q.float(), k.float()
+    cos, sin = cos.unsqueeze(-2).float(), sin.unsqueeze(-2).float()
+    q_embed = (q * cos) + (rotate_channel_pairs(q) * sin)
+    k_embed = (k * cos) + (rotate_channel_pairs(k) * sin)
+    return q_embed.to(orig_q_dtype), k_embed.to(orig_k_dtype)
 
 
 def deepseek_v3(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
@@ -104,6 +121,7 @@ def llama4_vision(query, key, freqs_ci):
 PATTERNS = (
     Pattern(gptj, ("RotaryPosEmbEveryTwo",)),
     Pattern(sam3, ("RotaryPosEmbPairwise",)),
+    Pattern(inkling2_vision, ("VisionRotaryPosEmbPairwise",)),
     Pattern(deepseek_v2, ("RotaryEmbComplex",)),
     Pattern(llama4, ("RotaryEmbComplexBySequence",)),
     Pattern(llama4_vision, ("VisionRotaryEmbComplex",)),

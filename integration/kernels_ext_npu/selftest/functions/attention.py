@@ -98,6 +98,20 @@ def _of_module(forward: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return forward(module, *(t.transpose(1, 2) for t in (q, k, v)), None)[0]
 
 
+def _of_latents(forward: Callable, q: Tensor, latents: Tensor, q_rope: Tensor, rope: Tensor, padding: range) -> Tensor:
+    """Attend to latents ``[B, S_k, R]`` as to one key head, with the rotated parts of queries and latents beside."""
+    key, rope = latents.unsqueeze(1), rope.unsqueeze(1)
+    rotated, mask = (q_rope.transpose(1, 2), rope), _causal_mask(forward, q, latents, padding)
+    module = SimpleNamespace(is_causal=True)
+    return forward(module, q.transpose(1, 2), key, key, mask, scaling=LATENT_SCALE, rotated=rotated)[0]
+
+
+def _exact_of_latents(q: Tensor, latents: Tensor, q_rope: Tensor, rope: Tensor, padding: range) -> Tensor:
+    scores = torch.einsum("bqnd,bkd->bqnk", torch.cat((q, q_rope), -1), torch.cat((latents, rope), -1)) * LATENT_SCALE
+    scores = scores.masked_fill(~_seen(q, latents, padding).unsqueeze(1), -torch.inf)
+    return torch.einsum("bqnk,bkr->bqnr", scores.softmax(-1), latents)
+
+
 def _masked(kernel_mask: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """What the description says, as a mask, is what the attention of torch leaves out."""
     mask = kernel_mask(q.shape[0], q.shape[1], k.shape[1], device=q.device)[:]
@@ -201,5 +215,15 @@ FUNCTIONS = (
     ),
     _function("attend_chosen", _to_chosen, _exact_to_chosen, drawn((1, 9, 4, 576), (1, 13, 512), (1, 13, 64))),
     _function("attention_forward", _of_module, _causal, drawn(*HEADS)),
+    *(
+        _function(
+            "attention_forward",
+            partial(_of_latents, padding=padding),
+            partial(_exact_of_latents, padding=padding),
+            drawn((2, 1, 4, 512), (2, 600, 512), (2, 1, 4, 64), (2, 600, 64)),
+            f"one token behind 600 latents{beside}",
+        )
+        for padding, beside in ((range(0), ""), (range(540), " with padding"))
+    ),
     _function("attention_mask", _masked, _causal, drawn(*HEADS)),
 )

@@ -44,7 +44,7 @@ def arguments(reference: str, dtype: torch.dtype, table_dtype: torch.dtype, posi
         return dict(zip(names, (*turned, factors)))
     if reference == "gptj":
         return {"tensor": heads(N).transpose(1, 2)} | tables(B, positions, width)
-    if reference in (*_TOWERS, "qwen2_vl_vision"):
+    if reference in (*_TOWERS, "qwen2_vl_vision", "inkling2_vision"):
         q, k = heads(N).transpose(1, 2), heads(N).transpose(1, 2)
         return ({"q": q, "k": k} if reference == _TOWERS[0] else {"q": q[0], "k": k[0]}) | tables(positions, width)
     if reference in ("dinov3_vit", "sam3"):
@@ -65,7 +65,7 @@ def embedding(cls: type[nn.Module], by_type: bool, rope_type: str = "default", s
     assert reference is not None
     section = getattr(reference.original, "mrope_section", (4, 4, 4))
     module.mrope_section = dict.fromkeys(LAYER_TYPES, section) if by_type else section
-    if reference.layers == ("RotaryEmbeddingLearned",):
+    if reference.layers in (("RotaryEmbeddingLearned",), ("RotaryEmbeddingTrained",)):
         module.register_buffer("alpha", torch.linspace(-1, 1, 12))
     if not by_type:
         module.register_buffer("inv_freq", frequencies, persistent=False)

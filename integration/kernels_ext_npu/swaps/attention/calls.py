@@ -197,23 +197,25 @@ def preprocess(
     config: Any,
     inputs_embeds: Tensor,
     attention_mask: Any,
-    past_key_values: Any,
+    cache: Any,
     position_ids: Any,
     *args: Any,
     **kwargs: Any,
 ) -> tuple:
     """Prepare a mask, in place of ``_preprocess_mask_arguments`` of masking_utils, without a look at positions."""
-    given = config, inputs_embeds, attention_mask, past_key_values
+    given = config, inputs_embeds, attention_mask, cache
     is_standing_in = inputs_embeds.device.type == "npu" and serving.describes_masks(config)
     if not (is_standing_in or NPU_FLASH_ATTENTION.is_named_by(config)):
         return original(*given, position_ids, *args, **kwargs)
     is_done, mask, _, *sizes = original(*given, None, *args, **kwargs)
+    if is_done and mask is None and not isinstance(attention_mask, Tensor):
+        mask = attention_mask  # a description, with a paged cache, for which transformers 5.24 wants no mask
     packed = None
     if split_sequences.exchanges_keys() and not is_done:  # a mask that is made in both directions asks for no sequences
         mask = context_parallel.sequences(inputs_embeds, position_ids, attention_mask)
     elif split_sequences.are_split():
         pass  # positions of a part tell nothing of the whole
-    elif position_ids is not None and mask is None and past_key_values is None and not _counts_itself.get():
+    elif position_ids is not None and mask is None and cache is None and not _counts_itself.get():
         packed = _sequences(position_ids.expand(len(inputs_embeds), -1))
     return is_done, mask, packed, *sizes
 
@@ -235,7 +237,11 @@ def _attend(
         return chosen.attend_chosen(kernel.attend_chosen, query, attention_mask, *options)
     forward = kernel.attention_forward
     if (few := latents.of_few_queries(query, key, value, kwargs)) is not None:
-        return few.attend(lambda *tensors: forward(module, *tensors, attention_mask, *args, **kwargs)[0], query)
+
+        def on_latents(few_queries: Tensor, keys: Tensor, values: Tensor, rotated: tuple[Tensor, Tensor]) -> Tensor:
+            return forward(module, few_queries, keys, values, attention_mask, *args, **kwargs, rotated=rotated)[0]
+
+        return few.attend(on_latents, query)
     key, value = latents.expanded(key), latents.expanded(value)
     return forward(module, query, key, value, attention_mask, *args, **kwargs)[0]
 
@@ -273,4 +279,5 @@ def _sequences(positions: Tensor) -> Tensor:
 
     transformers 5.22.2, masking_utils.py, ``find_packed_sequence_indices``.
     """
-    return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    begins = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
+    return begins.cumsum(-1, dtype=torch.int32)  # CANN sums int64 on an AI CPU

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.devices import is_elsewhere
@@ -20,6 +20,7 @@ from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.attention import serving
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
+from kernels_ext_npu.transformers_internals import cache_in, cache_parameter
 
 _LONG = 8192  # tokens of a prompt that are computed at once
 _AT_A_TIME = 1024  # tokens of a longer one
@@ -86,12 +87,12 @@ def _is_long(
     self: nn.Module, hidden_states: Tensor, attention_mask: Any, position_embeddings: Any = None, **rest: Any
 ) -> bool:
     """Tell whether a prompt is so long that it is computed in parts: one that sees no keys behind, unwatched."""
-    parts = {"past_key_values", "position_ids", "prev_topk_indices"}
+    parts = {"position_ids", "prev_topk_indices"}
     return (
         hidden_states.shape[1] > _LONG
         and not torch.is_grad_enabled()
         and isinstance(position_embeddings, tuple)
-        and all(name in parts or isinstance(value, _OF_ALL_TOKENS) for name, value in rest.items())
+        and all(name in parts or isinstance(value, (Cache, *_OF_ALL_TOKENS)) for name, value in rest.items())
         and not isinstance(attention_mask, Tensor)
         and attention_mask.queries == hidden_states.shape[1]
         and attention_mask.part(0, _AT_A_TIME) is not None
@@ -105,14 +106,14 @@ def _in_parts(
     hidden_states: Tensor,
     attention_mask: Any,
     position_embeddings: tuple[Tensor, ...],
-    past_key_values: Any = None,
     position_ids: Tensor | None = None,
     prev_topk_indices: Tensor | None = None,
     **rest: Any,
 ) -> tuple:
     """Call a forward for some tokens after the other, each with the keys of those before in a cache."""
     config: Any = self.config
-    rest["past_key_values"] = DynamicCache(config=config) if past_key_values is None else past_key_values
+    if cache_in(rest) is None:
+        rest[cache_parameter(forward)] = DynamicCache(config=config)
     results = []
     for begin in range(0, hidden_states.shape[1], _AT_A_TIME):
         end = min(begin + _AT_A_TIME, hidden_states.shape[1])

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
-from kernels_ext_npu.matching.decorated import cells
 from kernels_ext_npu.matching.fingerprint import computes_as
 from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swaps.attention import indexers, serving
 from kernels_ext_npu.swaps.linear.plain_linear import why_not_plain
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
+from kernels_ext_npu.transformers_internals import cells
 
 _OF_STYLES = "transformers.distributed.tensor_parallel", "TensorParallelLayer.install_forward.<locals>.tp_forward"
 _GATHERED = 4
@@ -113,9 +113,13 @@ class Latents:
         return count < keys and chosen < keys * rank * size + queries * keys * (size + rope)
 
     def attend(self, attend: Callable[..., Tensor], query: Tensor) -> Tensor:
-        """Return ``[B, S_q, N, D_v]`` of what attends to one key head, ``[B, S_q, N, R]``."""
+        """Return ``[B, S_q, N, D_v]`` of what attends to latents as one key head, ``[B, S_q, N, R]``.
+
+        It is called with queries of latents, latents as keys and as values, and the rotated parts of both.
+        """
         nope, rope, _ = self.cast
-        return self._values_of(attend(self._absorbed(query), torch.cat((nope, rope), dim=-1), nope))
+        absorbed, rotated = self._absorbed(query)
+        return self._values_of(attend(absorbed, nope, nope, (rotated, rope)))
 
     def attend_chosen(
         self, attend: Callable[..., Tensor], query: Tensor, mask: Any, indices: Tensor, *options: Any
@@ -127,16 +131,16 @@ class Latents:
             rows = mask
             if end - begin < query.shape[2]:
                 rows = mask[:, :, begin:end] if isinstance(mask, Tensor) else mask.of_queries(begin, end)
-            few = self._absorbed(query[:, :, begin:end]).transpose(1, 2)
+            few = torch.cat(self._absorbed(query[:, :, begin:end]), dim=-1).transpose(1, 2)
             parts.append(self._values_of(attend(few, latents, rope, indices[:, begin:end], rows, *options)))
         return torch.cat(parts, dim=1)
 
-    def _absorbed(self, query: Tensor) -> Tensor:
-        """Return queries of latents, ``[B, N, S_q, R + R_r]``."""
+    def _absorbed(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries of latents, ``[B, N, S_q, R]``, and the part that is rotated, ``[B, N, S_q, R_r]``."""
         split, query = self.module.qk_nope_head_dim, query.to(self.dtype)
         by_head = query[..., :split].transpose(0, 1).flatten(1, 2)
         absorbed = torch.bmm(by_head, self.cast[2][:, :split]).unflatten(1, (len(query), -1)).transpose(0, 1)
-        return torch.cat((absorbed, query[..., split:]), dim=-1)
+        return absorbed, query[..., split:]
 
     def _values_of(self, result: Tensor) -> Tensor:
         """Return ``[B, S_q, N, D_v]`` of sums of latents, ``[B, S_q, N, R]``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from importlib import import_module
 from pathlib import Path
@@ -90,6 +91,37 @@ def test_a_step_moves_no_keys_of_heads() -> None:
         softnpu.reset_counters()
         ours(torch.full((2, 1), 5).npu(), past_key_values=cache, use_cache=True)
     assert softnpu.counters()["bmm"] == 2 * ours.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"])
+def test_a_step_reads_latents_as_the_cache_holds_them(name: str) -> None:
+    """In 16 bits and the sizes that the operator takes: behind 599 keys, which it does not expand.
+
+    The attention of the model itself, in bfloat16 on the CPU, rounds as often, and expands them.
+    """
+    model, ours = made(name, kv_lora_rank=512, qk_rope_head_dim=64)
+    of_models = (model.double(), ours.bfloat16(), copy.deepcopy(model).bfloat16())
+    for each in of_models:
+        each.load_state_dict({key: weight.bfloat16() for key, weight in model.state_dict().items()})
+    x = torch.randn(2, 600, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = []
+    for each in of_models:
+        tokens, places = x.to(each.device, each.dtype), torch.arange(600, device=each.device).unsqueeze(0)
+        tables, cache = each.model.rotary_emb(tokens, places), DynamicCache(config=each.config)
+        with torch.no_grad():
+            for few in (slice(0, 599), slice(599, 600)):
+                softnpu.reset_counters()
+                table = tables[:, few] if isinstance(tables, torch.Tensor) else [t[:, few] for t in tables]
+                attention = each.model.layers[0].self_attn
+                out = attention(tokens[:, few], position_embeddings=table, attention_mask=None, past_key_values=cache)[
+                    0
+                ]
+        if each is ours:
+            assert softnpu.counters()["npu_fused_infer_attention_score"] == 1
+        found.append(out.cpu().double())
+    expected, by_ours, by_itself = found
+    # most of both is rounded before, in projections; what is rounded elsewhere differs by chance
+    assert (by_ours - expected).norm() <= 1.25 * (by_itself - expected).norm()
 
 
 @counted

@@ -19,8 +19,10 @@ AUTOGRAD = "autograd of "
 
 
 def callers() -> dict[str, set[str]]:
-    """The files of kernels, and of what writes caches, that call an operator of torch_npu, such as npu.npu_swiglu, or an
-    attribute of that name."""
+    """The files that call an operator of torch_npu, such as npu.npu_swiglu, or an attribute of that name.
+
+    Of kernels, and of what writes caches.
+    """
     found: dict[str, set[str]] = defaultdict(set)
     for file in (*ROOT.glob("*/torch-ext/*/*.py"), *ROOT.glob("integration/kernels_ext_npu/decoding/*.py")):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import Generator, Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -45,6 +46,11 @@ def wave(samples: int, batch: int, length: int, generator: Generator) -> Inputs:
     values[0, samples // 2 :] = 0
     mask[0, samples // 2 :] = 0
     return {"input_values": values, "attention_mask": mask}
+
+
+def sound(samples: int, batch: int, length: int, generator: Generator) -> Inputs:
+    """Make a sound of one channel for each row, without padding."""
+    return {"input_values": torch.randn(batch, 1, samples, generator=generator)}
 
 
 def media(*shape: int, key: str = "pixel_values", flat: bool = False, **extra: Any) -> Maker:
@@ -85,6 +91,7 @@ class Architecture:
     model_class: str
     config: Mapping[str, Any] = field(default_factory=dict)  # beyond SMALL; a mapping for each sub-configuration
     inputs: Maker = text
+    since: str = "5.20.2"  # the release of transformers that it came with
 
 
 # An image and its two halves. Without the padding two rows of 8 patches are left, with a token at the end of each.
@@ -102,10 +109,16 @@ WORDS: dict[str, Any] = {
     "sized_picture": media(3, 16, 16, image_sizes=[16, 16]),
     "picture_list": media(1, 3, 16, 16),
     "patches": media(16, 48, spatial_shapes=[4, 4], pixel_attention_mask=[1] * 16),
+    "vision_grid": media(16, 96, flat=True, grid_thw=[1, 4, 4]),
     "positioned_patches": media(16, 48, image_position_ids=[[x, y] for y in range(4) for x in range(4)]),
     "spectrum": media(8, 16, key="input_features", feature_attention_mask=[1] * 16),
 }
-MAKERS: dict[str, Callable[..., Maker]] = {"prompt": prompt, "decoding": decoding, "wave": partial(partial, wave)}
+MAKERS: dict[str, Callable[..., Maker]] = {
+    "prompt": prompt,
+    "decoding": decoding,
+    "wave": partial(partial, wave),
+    "sound": partial(partial, sound),
+}
 
 dense = partial(Architecture, "dense")
 hybrid = partial(Architecture, "hybrid")
@@ -114,8 +127,8 @@ hybrid = partial(Architecture, "hybrid")
 def read(family: str, described: str | dict[str, Any]) -> Architecture:
     """Read an architecture of the table: a class, or its parts and values, and how its inputs are made."""
     own = {"class": described} if isinstance(described, str) else dict(described)
-    model_class, made = own.pop("class"), own.pop("inputs", "text")
-    return Architecture(family, model_class, values(own), resolve(made))
+    model_class, made, since = own.pop("class"), own.pop("inputs", "text"), own.pop("since", Architecture.since)
+    return Architecture(family, model_class, values(own), resolve(made), since)
 
 
 def values(described: dict[str, Any]) -> dict[str, Any]:
@@ -134,11 +147,18 @@ def resolve(made: Any) -> Any:
     return WORDS[made] if isinstance(made, str) else made
 
 
-ARCHITECTURES: dict[str, Architecture] = {
+_ALL = {
     name: read(family, described)
     for family, architectures in TABLE["families"].items()
     for name, described in architectures.items()
 }
+# those that the installed transformers has, and those that came with a later release
+ARCHITECTURES: dict[str, Architecture] = {
+    name: architecture
+    for name, architecture in _ALL.items()
+    if Version(architecture.since) <= Version(transformers.__version__)
+}
+LATER = {name: architecture.since for name, architecture in _ALL.items() if name not in ARCHITECTURES}
 
 
 def configure(cls: type[PreTrainedConfig], overrides: Mapping[str, Any], small: Mapping[str, Any]) -> PreTrainedConfig:

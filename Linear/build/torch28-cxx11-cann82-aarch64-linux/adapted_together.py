@@ -69,7 +69,7 @@ class AdaptedLinears(torch.autograd.Function):
 
 
 def outputs_of(scales: tuple[float, ...], x: Tensor, *tensors: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Compute what :class:`AdaptedLinears` does, and return the adapters' first products with it, scaled: ``[ΣR, T]``."""
+    """Compute what :class:`AdaptedLinears` does, and return the adapters' first products, scaled: ``[ΣR, T]``."""
     weights, biases, a, b = (tensors[kind::4] for kind in range(4))
     joined, sizes = _stacked(a), [each.shape[0] for each in a]  # type: ignore[arg-type, union-attr]
     kept = scaled_product(joined, operand(rows_of(x), joined.dtype).t())

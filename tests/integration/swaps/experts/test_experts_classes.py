@@ -22,7 +22,7 @@ from tests.support.swapped import assert_agree, moved, results
 
 pytestmark = pytest.mark.usefixtures("registered")
 FLAGS = ("has_gate", "is_transposed", "has_bias", "is_concatenated", "has_post_expert_norm")
-OWN_GATES = ("Inkling2Experts",)  # of transformers 5.23: caps that no operator has
+OWN_GATES = ("Inkling2Experts", "Inkling2LoopExperts")  # of transformers 5.23: caps that no operator has
 VARIED = ("Qwen3MoeExperts", "GptOssExperts", "OpenAIPrivacyFilterExperts", "NemotronHExperts", "MuseSparkExperts")
 
 

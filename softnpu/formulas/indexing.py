@@ -51,7 +51,7 @@ def scatter_update(input: Tensor, indices: Tensor, updates: Tensor, axis: int) -
 
 @formula
 def scatter_update_(input: Tensor, indices: Tensor, updates: Tensor, axis: int) -> Tensor:
-    """Write updates[i] into input[i] along an axis, from indices[i] on, or into input[j] from k on for a pair [j, k]."""
+    """Write updates[i] along an axis into input[i], from indices[i] on; for a pair [j, k] into input[j], from k on."""
     return _put_at("scatter_update_", input, indices, updates, axis)
 
 

@@ -67,6 +67,31 @@ def test_packed_sequences_are_one_graph_in_which_the_host_waits_once(kernel: Mod
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_gradient_of_sinks_in_a_graph_is_the_eager_one(kernel: ModuleType, packed, deterministic) -> None:
+    torch.compiler.reset()
+    q, k, v = (torch.randn(12, n, 64, device="npu").bfloat16() for n in (4, 2, 2))
+    ends = torch.tensor([0, 5, 12], dtype=torch.int32, device="npu")
+
+    def layer(sinks: Tensor, ends: Tensor, *tensors: Tensor) -> Tensor:
+        if packed:
+            return kernel.flash_attn_varlen_func(*tensors, ends, ends, causal=True, s_aux=sinks)
+        return kernel.flash_attn_func(*(t.unsqueeze(0) for t in tensors), causal=True, s_aux=sinks)
+
+    grads = []
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+            leaves = [t.clone().requires_grad_() for t in (SINKS.npu(), q, k, v)]
+            function(leaves[0], ends, *leaves[1:]).square().sum().backward()
+            grads.append([leaf.grad for leaf in leaves])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(*pair) for pair in zip(*grads))
+    assert bool(grads[0][0].any())
+
+
 def test_a_graph_says_which_lengths_do_not_fit_when_it_runs(kernel: ModuleType) -> None:
     torch.compiler.reset()
     q = torch.randn(4, 2, 16, device="npu")

@@ -146,12 +146,12 @@ def test_torch_func_and_vmap_give_what_the_original_gives(kernel: ModuleType, la
 
 @pytest.mark.parametrize(
     ("layer", "activation", "launches", "passes"),
-    [("RMSNormGated", "silu", 8, 24), ("RMSNormGatedCastLast", "sigmoid", 15, 53)],
+    [("RMSNormGated", "silu", 8, 24), ("RMSNormGatedCastLast", "sigmoid", 19, 77)],
 )
 def test_a_step_launches_and_moves_less_than_its_steps(
     kernel: ModuleType, layer: str, activation: str, launches: int, passes: float
 ) -> None:
-    """In launches and in passes over x: norm, casts, activation and product one after the other are 15 and 56."""
+    """In launches and in passes over x with what is inside of operators: the original's steps are 34 and 110."""
     x, gate, grad = (t.npu() for t in drawn(torch.bfloat16, rows=400))
     gate = gate.contiguous()
     norm = ours(kernel, layer, activation, torch.bfloat16)

@@ -31,6 +31,7 @@ def launch_differentiable(
     trains_sink = sink is not None and torch.is_grad_enabled() and sink.requires_grad
     if not (alone or sink is not None) or not (needs_gradient(query, key, value) or trains_sink):
         return launch(query, key, value, layout, sparsity, options, ends, key_ends)
+    key_ends = None if key_ends is ends else key_ends  # torch.compile takes no tensor twice
     if takes_tensors():
         ends, key_ends = on_host(ends), on_host(key_ends)
     sink, options = None if sink is None else sink.float(), replace(options, sink=None)
@@ -48,7 +49,8 @@ class AttentionNode(torch.autograd.Function):
     They hold the sink already, so that the other gradients are the same.
 
     ``apply(query, key, value, sink, layout, sparsity, options, ends, key_ends)`` takes what ``operators.launch`` takes,
-    with the sink in float32 or None, apart from the options, and lengths as tensors where ``takes_tensors`` says so.
+    with the sink in float32 or None, apart from the options, lengths as tensors where ``takes_tensors`` says so, and
+    None for ``key_ends`` that are ``ends``.
     """
 
     @staticmethod
@@ -56,9 +58,8 @@ class AttentionNode(torch.autograd.Function):
         layout, sparsity, options, ends, key_ends = rest
         by_token = "TND" if layout == "TND" and sink is not None else ""
         with_sink = replace(options, sink=sink)
-        out, maximum, total, reserved, *random = run(
-            query, key, value, layout, sparsity, with_sink, ends, key_ends, by_token
-        )
+        lengths = ends, ends if key_ends is None else key_ends
+        out, maximum, total, reserved, *random = run(query, key, value, layout, sparsity, with_sink, *lengths, by_token)
         lengths_and_random = ends, key_ends, *random
         tensors = lengths_and_random if takes_tensors() else ()
         ctx.save_for_backward(query, key, value, sink, sparsity.mask, out, maximum, total, reserved, *tensors)
@@ -70,6 +71,8 @@ class AttentionNode(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sink, mask, out, maximum, total, reserved, *tensors = ctx.saved_tensors
         layout, sparsity, options, by_token = ctx.rest
+        ends, key_ends, *random = tensors or ctx.numbers
+        key_ends = ends if key_ends is None else key_ends
         heads = query.shape[2 if layout == "BSND" else 1]
         _, mode, before, behind, inner = sparsity
         scale, keep, grad = options.scale, 1.0 - options.dropout, grad.contiguous()
@@ -78,7 +81,7 @@ class AttentionNode(torch.autograd.Function):
         # fmt: off
         with _deterministic() if options.deterministic else nullcontext():
             if takes_tensors():
-                ends, key_ends, seed, offset = tensors
+                seed, offset = random
                 gradients = torch.ops.npu.npu_fusion_attention_grad_v3(
                     query, key, value, grad, heads, layout, atten_mask=mask, softmax_max=maximum, softmax_sum=total,
                     softmax_in=reserved, attention_in=out, scale_value=scale, keep_prob=keep, pre_tockens=before,
@@ -86,7 +89,7 @@ class AttentionNode(torch.autograd.Function):
                     actual_seq_kvlen=key_ends, sparse_mode=mode, softmax_layout=by_token, sink=asked,
                 )
             elif sink is None:
-                ends, key_ends, seed, offset, numels = ctx.numbers
+                seed, offset, numels = random
                 gradients = torch.ops.npu.npu_fusion_attention_grad(
                     query, key, value, grad, heads, layout, atten_mask=mask, softmax_max=maximum, softmax_sum=total,
                     softmax_in=reserved, attention_in=out, scale_value=scale, keep_prob=keep, pre_tockens=before,
@@ -94,7 +97,7 @@ class AttentionNode(torch.autograd.Function):
                     actual_seq_qlen=ends, actual_seq_kvlen=key_ends, sparse_mode=mode,
                 )
             else:
-                ends, key_ends, seed, offset, numels = ctx.numbers
+                seed, offset, numels = random
                 gradients = torch.ops.npu.npu_fusion_attention_grad(
                     query, key, value, grad, heads, layout, atten_mask=mask, softmax_max=maximum, softmax_sum=total,
                     softmax_in=reserved, attention_in=out, scale_value=scale, keep_prob=keep, pre_tockens=before,

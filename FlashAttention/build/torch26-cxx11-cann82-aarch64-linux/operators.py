@@ -155,8 +155,8 @@ def on_host(ends: tuple[int, ...] | Tensor | None) -> Tensor | None:
 
 
 def takes_tensors() -> bool:
-    """Tell whether the release has a version that takes lengths as a tensor."""
-    return hasattr(torch.ops.npu, "npu_fusion_attention_v3")
+    """Tell whether the release has a version that takes lengths as a tensor, with its gradient."""
+    return hasattr(torch.ops.npu, "npu_fusion_attention_v3") and hasattr(torch.ops.npu, "npu_fusion_attention_grad_v3")
 
 
 def takes_sinks() -> bool:

@@ -61,7 +61,7 @@ class AdaptedPair(torch.autograd.Function):
 
 
 def pair_of(scale: float, x: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute what :class:`AdaptedPair` does, and return the adapters' first products, scaled, and the blocks with it."""
+    """Compute what :class:`AdaptedPair` does, and return the first products of the adapters, scaled, and the blocks."""
     weights, a, b = tensors[::3], tensors[1::3], tensors[2::3]
     blocks = _blocks(b)
     y = product(x, with_neighbour(weights[0]), None)

@@ -59,14 +59,16 @@ def operand(x: Tensor, dtype: torch.dtype) -> Tensor:
 def scaled_product(left: Tensor, right: Tensor, scale: float = 1, out: Tensor | None = None) -> Tensor:
     """Compute ``scale * left @ right`` of two matrices, into ``out`` where that is given.
 
-    What comes out is small, and is multiplied behind the product, as CANN's ``aclnnAddmm`` does it too. Beside an
-    :func:`operand` of bfloat16 a factor is float32.
+    It is one call where both are of one dtype, and what comes out is small: CANN multiplies it by the scale behind the
+    product. Beside an :func:`operand` of bfloat16 a factor is float32.
     """
     if left.dtype is not right.dtype:
         product = mixed.mixed_product(left, right, out)
-    else:
-        product = torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
-    return product if scale == 1 else product.mul_(scale)
+        return product if scale == 1 else product.mul_(scale)
+    if scale == 1:
+        return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)
+    nothing = left.new_empty(1)  # times beta = 0: it is not read
+    return torch.addmm(nothing, left, right, beta=0, alpha=scale, **({} if out is None else {"out": out}))
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

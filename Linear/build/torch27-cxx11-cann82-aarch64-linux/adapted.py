@@ -2,8 +2,8 @@
 
 Node by node that is the product of the layer, two small ones, a scale and an addition of the size of the output for
 each adapter; backward has the scale again, and a copy of each weight gradient. Here the scale is applied to what the
-first small product gives, and so neither to an output nor to its gradient. Kept are the input of each adapter, once, and
-what its first product gives, scaled.
+first small product gives, and so neither to an output nor to its gradient. Kept are the input of each adapter, once,
+and what its first product gives, scaled.
 """
 
 from __future__ import annotations

@@ -49,13 +49,12 @@ class AdaptedLinears(torch.autograd.Function):
         d_small = kept.new_empty(sum(sizes), kept.shape[1])
         for place, each, part in zip(used, rows, d_small.split(sizes)):
             wide = operand(each, kept.dtype)
-            scaled_product(b[place].t(), wide.t(), out=part)
+            scaled_product(b[place].t(), wide.t(), ctx.scales[place], out=part)
             if needs[4 * place + 1]:
                 found[4 * place + 1] = each.sum(0)
             if needs[4 * place + 3]:
                 found[4 * place + 3] = scaled_product(wide.t(), small[place].t())
             del wide
-        _scale(d_small, sizes, [ctx.scales[place] for place in used])
         if any(needs[2::4]):
             d_a = scaled_product(d_small, operand(rows_of(x), kept.dtype))
             for place, each in zip(used, d_a.split(sizes)):
@@ -69,26 +68,20 @@ class AdaptedLinears(torch.autograd.Function):
 
 
 def outputs_of(scales: tuple[float, ...], x: Tensor, *tensors: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Compute what :class:`AdaptedLinears` does, and return the adapters' first products with it, scaled: ``[ΣR, T]``."""
+    """Compute what :class:`AdaptedLinears` does, and return the adapters' first products, scaled: ``[ΣR, T]``."""
     weights, biases, a, b = (tensors[kind::4] for kind in range(4))
     joined, sizes = _stacked(a), [each.shape[0] for each in a]  # type: ignore[arg-type, union-attr]
-    kept = scaled_product(joined, operand(rows_of(x), joined.dtype).t())
-    _scale(kept, sizes, scales)
+    is_one_scale = len(set(scales)) == 1
+    kept = scaled_product(joined, operand(rows_of(x), joined.dtype).t(), scales[0] if is_one_scale else 1)
+    if not is_one_scale:
+        for small, scale in zip(kept.split(sizes), scales):
+            small.mul_(scale)
     outputs = []
     for weight, bias, small, factor in zip(weights, biases, kept.split(sizes), b):
         y = product(x, weight, bias)  # type: ignore[arg-type]
         add_product(rows_of(y), small.t(), factor.t())  # type: ignore[union-attr]
         outputs.append(y)
     return tuple(outputs), kept
-
-
-def _scale(small: Tensor, sizes: Sequence[int], scales: Sequence[float]) -> None:
-    """Multiply rows that belong to several adapters by the scales of these, in place, in one call if these are one."""
-    if len(set(scales)) == 1:
-        sizes, scales = [len(small)], scales[:1]
-    for rows, scale in zip(small.split(sizes), scales):
-        if scale != 1:
-            rows.mul_(scale)
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:

@@ -82,11 +82,11 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequence[Adapter]) -> Tensor:
     """Compute ``x @ weightᵀ + bias + Σ scale * x_i @ aᵀ @ bᵀ``, a frozen linear layer with adapters of low rank.
 
-    On the NPU it is one node of autograd, in which what an adapter adds is added to the output, and the scale applied to
-    what its first factor gives. An adapter may be float32 beside a layer of 16 bits: then its products are, and what it
-    drops is dropped from float32. Under ``torch.compile``, torch.func and forward-mode derivatives, for DTensors, and
-    where the weight needs a gradient, it is the same formula in torch. Under autocast all are of its dtype.
-    Differentiable as often as one likes.
+    On the NPU it is one node of autograd, which applies the scale of an adapter to what its first factor gives. An
+    adapter may be float32 beside a layer of 16 bits: then its products are, and what it drops is dropped from float32.
+    Under ``torch.compile``, torch.func and forward-mode derivatives, for DTensors, and where the weight needs a
+    gradient, it is the same formula in torch. Under autocast all are of its dtype. Differentiable as often as one
+    likes.
 
     Args:
         x: ``[..., H]``, of a floating dtype.

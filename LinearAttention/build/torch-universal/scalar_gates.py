@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor, Led]:
     """Compute ``Γᵢⱼ = exp(sumᵢ - sumⱼ)`` for j ≤ i, ``kᵢ·kⱼ Γᵢⱼ`` for j < i and ``qᵢ·kⱼ Γᵢⱼ``, and eQ behind them."""
     between, turned = _between(chunks.gates), chunks.key.transpose(-1, -2)
-    of_keys = _weighted(torch.bmm(chunks.key, turned), between, chunks.shared)
-    of_keys.diagonal(dim1=-2, dim2=-1).zero_()
+    of_keys = _weighted(torch.bmm(chunks.key, turned), between, chunks.shared).tril_(-1)
     of_queries = _weighted(torch.bmm(chunks.query, turned), between, chunks.shared)
     edges = decays(chunks.gates)
     return between, of_keys, of_queries, _weighted(chunks.query, edges.lead, chunks.shared), led(chunks, edges)
@@ -51,7 +50,7 @@ def gradients_of_gates(
 
     between = between * beta.transpose(-1, -2)
     grad_keys, grad_queries = (_summed(grad.mul_(between), shared) for grad in (of_products.keys, of_products.queries))
-    grad_keys.diagonal(dim1=-2, dim2=-1).zero_()
+    grad_keys.tril_(-1)
     grad_query = _summed(of_led.query.mul_(lead), shared).add_(torch.bmm(grad_queries, key))
     grad_key = of_led.trailed.mul_(trail * beta).addcmul_(of_led.key, lead, value=-1)
     grad_key = _summed(grad_key, shared).add_(torch.bmm(grad_queries.transpose(-1, -2), query))

@@ -43,5 +43,7 @@ def scan(removed: Tensor, added: Tensor, first: Tensor | None, backwards: bool =
     of_chunks = list(zip(added.unbind(), removed.unbind(), before.unbind()))  # all at once: a chunk is one call
     for n, following in zip(order, [*order[1:], None]):
         more, factor, state = of_chunks[n]
-        torch.baddbmm(more, factor, state, alpha=-1, out=last if following is None else of_chunks[following][2])
+        behind = last if following is None else of_chunks[following][2]
+        # in float32 baddbmm is a product into the workspace, its negative and a sum: CANN's ops-nn, aclnn_baddbmm.cpp
+        torch.sub(more, torch.bmm(factor, state, out=behind), out=behind)
     return States(before, last)

@@ -142,7 +142,8 @@ class _Parts(NamedTuple):
 def _equations(chunks: Chunks, found: Inner, led: Led) -> _Parts:
     weighted, read = found.queries * chunks.beta.transpose(-1, -2), led.read(found.inverse, chunks.shared)
     removed = torch.bmm(led.trailed.transpose(-1, -2), read)
-    removed.diagonal(dim1=-2, dim2=-1).sub_(led.whole)
+    eye = torch.eye(removed.shape[-1], dtype=removed.dtype, device=removed.device)
+    removed.addcmul_(eye, led.whole.unsqueeze(-1), value=-1)  # nothing writes to a diagonal but the AI CPU: triangle.py
     return _Parts(weighted, read, removed.unflatten(0, (-1, chunks.rows)))
 
 
@@ -203,7 +204,7 @@ def backward(
     grad_keys, grad_queries = torch.bmm(grad_new, across), torch.bmm(grad, across)  # of -A and P, without β
     pairs = grad_queries * found.queries
     alone = pairs.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).clone()
-    pairs.addcmul_(grad_keys, found.keys, value=-1).diagonal(dim1=-2, dim2=-1).zero_()
+    pairs.addcmul_(grad_keys, found.keys, value=-1).tril_(-1)
     given = pairs.sum(-2).unsqueeze(-1)
     of_products = OfProducts(grad_keys, grad_queries, pairs, given)
     query, key, sums, kept, passed = chunks.kind.gradients_of_gates(chunks, edges, of_products, found.between, of_led)

@@ -1,12 +1,14 @@
 """The inverse of a unit triangle from matrix products: a solve would be left to the few scalar cores of the device.
 
-aclnnTriangularSolve has an implementation for the AI CPU alone: CANN, ops-math, triangular_solve.cpp.
+aclnnTriangularSolve has an implementation for the AI CPU alone: CANN, ops-math, triangular_solve.cpp. So has writing to
+blocks on a diagonal, or to the diagonal itself, whose rows are no regular distance apart: ``IsAiCoreSupport`` of
+ops-math, conversion/view_copy/op_api/view_copy.cpp. What stands there is joined, or added in whole matrices.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .chunks import diagonal_blocks
 
@@ -27,21 +29,20 @@ def inverse(lower: Tensor) -> Tensor:
     Returns:
         ``[M, 64, 64]``.
     """
-    found, size = lower[:, 0, 0].new_zeros(lower.shape), _BLOCK
-    inverted = _of_blocks(diagonal_blocks(lower, size).flatten(0, 1).contiguous())
-    diagonal_blocks(found, size).copy_(inverted.view(len(lower), -1, size, size))
+    size = _BLOCK
+    found = _of_blocks(diagonal_blocks(lower, size).flatten(0, 1).contiguous()).unflatten(0, (len(lower), -1))
     while size < lower.shape[-1]:
-        blocks, joined = diagonal_blocks(lower, 2 * size), diagonal_blocks(found, 2 * size)
+        blocks = diagonal_blocks(lower, 2 * size)
         corner, last = (blocks[..., size:, n : n + size].flatten(0, 1).contiguous() for n in (0, size))
-        first, second = (joined[..., n : n + size, n : n + size].flatten(0, 1).contiguous() for n in (0, size))
-        last.diagonal(dim1=-2, dim2=-1).fill_(-1)
+        first, second = (found[:, n::2].flatten(0, 1).contiguous() for n in (0, 1))
         wanted = torch.bmm(corner, first)
         between = torch.bmm(second, wanted)
-        rest = torch.bmm(last, between).add_(wanted)
+        rest = torch.bmm(last, between).add_(wanted).sub_(between)
         refined = torch.bmm(second, rest).add_(between)
-        joined[..., size:, :size].copy_(refined.unflatten(0, joined.shape[:2]))
+        rows = nn.functional.pad(first, (0, size)), torch.cat((refined, second), -1)
+        found = torch.cat(rows, 1).unflatten(0, (len(lower), -1))
         size *= 2
-    return found
+    return found.flatten(0, 1)
 
 
 def _of_blocks(lower: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from .chunks import CHUNK, diagonal_blocks
+from .chunks import CHUNK
 from .gates import Decays, Gates, Gradients, Led, OfLed, OfProducts, dots
 
 if TYPE_CHECKING:
@@ -74,18 +74,20 @@ class _Carried(NamedTuple):
 def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor, Led]:
     """Compute ``Σ_d k_id k_jd Γ_ijd`` for j < i and ``Σ_d q_id k_jd Γ_ijd`` for j ≤ i, between no Γ and eQ."""
     query, key = chunks.query, chunks.key
-    found = [key[:, 0, 0].new_zeros(len(key), CHUNK, CHUNK) for _ in range(2)]  # of keys, and of queries
-    found[1].diagonal(dim1=-2, dim2=-1).copy_(dots(query, key).squeeze(-1))
-    level = _tokens(chunks)
-    while level.size < CHUNK:
+    eye = torch.eye(_TILE, dtype=key.dtype, device=key.device)
+    alone = torch.stack((torch.zeros_like(eye), eye), 1)  # a token with itself: of queries alone
+    found = dots(query, key).unflatten(1, (-1, _TILE)).unsqueeze(-1) * alone  # [M, C / W, W, 2, W]
+    masks, level = _masks(key), _tokens(chunks)
+    for mask in masks:
+        if level.tile > found.shape[-1]:
+            found = _in_larger_tiles(found)
         product = torch.bmm(level.rows(), level.columns().transpose(-1, -2))
-        tiles = product.unflatten(1, (-1, 2)).unflatten(0, (len(key), -1))  # [M, C / W, W, 2, W]
-        for of_all, of_tiles in zip(found, tiles.unbind(3)):
-            _pairs(diagonal_blocks(of_all, level.tile), level.size).copy_(_pairs(of_tiles, level.size))
+        found.addcmul_(product.view(found.shape), mask[: level.tile, None, : level.tile])
         level = _joined(level, _carried(level))
     led_key, led_query = (x.contiguous() for x in level.later.unbind(2))
+    of_keys, of_queries = (x.contiguous() for x in found.squeeze(1).unbind(2))
     all_led = Led(led_key, None, level.earlier * chunks.beta, level.whole[:, 0])
-    return key.new_empty(0), found[0], found[1], led_query, all_led
+    return key.new_empty(0), of_keys, of_queries, led_query, all_led
 
 
 def led(chunks: Chunks, decays: Decays) -> Led:
@@ -109,6 +111,7 @@ def gradients_of_gates(chunks: Chunks, decays: Decays, of_products: OfProducts, 
     """
     query, key, beta = chunks.query, chunks.key, chunks.beta
     weights = torch.stack((of_products.keys * -beta.transpose(-1, -2), of_products.queries * beta.transpose(-1, -2)), 2)
+    masks, tiles = [*_masks(key)], weights.unsqueeze(1)
     levels = [_tokens(chunks)]
     carried = [_carried(levels[0])]
     first_decays = levels[0].whole
@@ -119,11 +122,10 @@ def gradients_of_gates(chunks: Chunks, decays: Decays, of_products: OfProducts, 
     signs = torch.arange(-1, 2, 2, dtype=key.dtype, device=key.device).unsqueeze(-1)  # that of keys is of -eK
     carried[-1] = carried[-1]._replace(later=carried[-1].later * signs)
     while levels:
-        level, carry = levels.pop(), carried.pop()
-        pairs = weights.new_zeros(len(key), CHUNK // level.tile, level.tile, 2, level.tile)
-        for own, every in zip(pairs.unbind(3), weights.unbind(2)):
-            _pairs(own, level.size).copy_(_pairs(diagonal_blocks(every, level.tile), level.size))
-        pairs = pairs.flatten(2, 3).flatten(0, 1)
+        level, carry, mask = levels.pop(), carried.pop(), masks.pop()
+        if level.tile < tiles.shape[-1]:
+            tiles = _in_smaller_tiles(tiles)
+        pairs = (tiles * mask[: level.tile, None, : level.tile]).flatten(2, 3).flatten(0, 1)
         of_rows, of_columns = torch.bmm(pairs, level.columns()), torch.bmm(pairs.transpose(-1, -2), level.rows())
         later = _plus_carried(of_rows.view(later.shape), later, carry.later)
         of_columns = of_columns.view(key.shape)
@@ -181,7 +183,25 @@ def _first_decays(gates: Gates) -> Tensor:
     return each.unflatten(0, (*same.shape[:2], -1)).masked_fill_(first, 0).flatten(0, 2)
 
 
-def _pairs(x: Tensor, size: int) -> Tensor:
-    """View in ``[..., W, W]`` what second halves of b tokens have with first ones before them, ``[..., b, b, P]``."""
-    halves = x.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))
-    return halves[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2)
+def _masks(like: Tensor) -> Tensor:
+    """Return for each size of halves 1 where a token of a second half meets one of the first half before it.
+
+    ``[log₂ C, C, C]``. What writes to such pairs alone is left to the AI CPU: triangle.py.
+    """
+    places = torch.arange(CHUNK, dtype=like.dtype, device=like.device)
+    sizes = places[: CHUNK.bit_length() - 1].exp2().round().unsqueeze(-1)
+    pairs = (places / (2 * sizes)).floor()
+    is_second = (places / sizes).floor() - 2 * pairs
+    same = pairs.unsqueeze(2) == pairs.unsqueeze(1)
+    return same * is_second.unsqueeze(2) * (1 - is_second).unsqueeze(1)
+
+
+def _in_larger_tiles(x: Tensor) -> Tensor:
+    """Put each two of ``[M, C / W, W, 2, W]`` on the diagonal of a tile, ``[M, C / 2W, 2W, 2, 2W]``."""
+    eye = torch.eye(2, dtype=x.dtype, device=x.device)[:, None, None, :, None]
+    return (x.unflatten(1, (-1, 2)).unsqueeze(5) * eye).flatten(5).flatten(2, 3)
+
+
+def _in_smaller_tiles(x: Tensor) -> Tensor:
+    """Copy the two tiles on the diagonals of ``[M, C / 2W, 2W, 2, 2W]``, ``[M, C / W, W, 2, W]``."""
+    return x.unflatten(4, (2, -1)).unflatten(2, (2, -1)).diagonal(dim1=2, dim2=5).movedim(-1, 2).flatten(1, 2)

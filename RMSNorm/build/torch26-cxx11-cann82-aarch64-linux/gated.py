@@ -15,12 +15,12 @@ from .functional import is_norm_fused, norm
 
 
 class NormGate(NamedTuple):
-    """Says what a gate goes through, and which operators multiply it with a vector behind or before it.
+    """Says what a gate goes through, and how it is multiplied with a vector behind or before it.
 
     Attributes:
         activation: the function of the gate.
-        product: takes both, one behind the other, ``[2 N]``.
-        gradient: takes the gradient of that, and both.
+        product: takes both, one behind the other, ``[2 N]``, and may write over them.
+        gradient: takes the gradient of that, and both, likewise.
         is_first: whether the gate comes first in both.
     """
 
@@ -34,18 +34,32 @@ class NormGate(NamedTuple):
         return (gate, other) if self.is_first else (other, gate)
 
 
+def _times_sigmoid(both: Tensor) -> Tensor:
+    """Multiply the first half with the sigmoid of the second.
+
+    It is ``glu``, whose gradient is seven kernels, which cut both apart and join them; before CANN 9.0 it is three
+    itself: ops-nn, activation/sigmoid, aclnn_glu_backward.cpp.
+    """
+    first, second = both.view(2, -1).unbind()
+    return second.sigmoid_().mul_(first)
+
+
+def _times_sigmoid_gradient(grad: Tensor, both: Tensor) -> Tensor:
+    first, second = both.view(2, -1).unbind()
+    found, sigmoid = torch.empty_like(both), second.sigmoid_()
+    of_first, of_second = found.view(2, -1).unbind()
+    torch.mul(grad, sigmoid, out=of_first)
+    torch.ops.aten.sigmoid_backward.grad_input(torch.mul(grad, first, out=of_second), sigmoid, grad_input=of_second)
+    return found
+
+
 _SILU = NormGate(
     F.silu,
     lambda both: torch.ops.npu.npu_swiglu(both, -1),
     lambda grad, both: torch.ops.npu.npu_swiglu_backward(grad, both, -1),
     is_first=True,
 )
-_SIGMOID = NormGate(
-    torch.sigmoid,
-    lambda both: F.glu(both, -1),
-    lambda grad, both: torch.ops.aten.glu_backward(grad, both, -1),
-    is_first=False,
-)
+_SIGMOID = NormGate(torch.sigmoid, _times_sigmoid, _times_sigmoid_gradient, is_first=False)
 GATES = {"silu": _SILU, "swish": _SILU, "sigmoid": _SIGMOID}
 
 

@@ -48,41 +48,45 @@ def _update(
     A window that is full moves on by a token: transformers' masks go by the order of what is in it. More tokens than
     there is room for are transformers'.
     """
-    if not (self.is_initialized and _are_written(original, key_states, value_states)):
-        return original(self, key_states, value_states, *args, **kwargs)
-    caches: Any = self.keys, self.values
-    count = key_states.shape[-2]
+    count, is_full, is_served = key_states.shape[-2], False, _are_written(original, key_states, value_states)
     if isinstance(self, StaticSlidingWindowLayer):
         is_full = self.cumulative_length_int >= self.max_cache_len
-        if count > 1 and self.cumulative_length_int + count > self.max_cache_len:
-            return original(self, key_states, value_states, *args, **kwargs)
+        is_served &= count == 1 or self.cumulative_length_int + count <= self.max_cache_len
+    if not is_served:
+        return original(self, key_states, value_states, *args, **kwargs)
+    if not self.is_initialized:
+        self.lazy_initialization(key_states, value_states)
+    if isinstance(self, StaticSlidingWindowLayer):
         self.cumulative_length_int += count
-        if is_full:
-            for cache, states in zip(caches, (key_states, value_states)):
-                cache[:, :, :-1].copy_(cache[:, :, 1:].clone())
-                cache[:, :, -1:].copy_(states)
-            return caches
-    _write(self.cumulative_length, count, *zip(caches, (key_states, value_states)))
+    caches: Any = self.keys, self.values
+    if is_full:
+        for cache, states in zip(caches, (key_states, value_states)):
+            cache[:, :, :-1].copy_(cache[:, :, 1:].clone())
+            cache[:, :, -1:].copy_(states)
+    else:
+        _write(self.cumulative_length, count, *zip(caches, (key_states, value_states)))
     return caches
 
 
 def _update_indexer(original: Callable, self: Any, indexer_key_states: Tensor) -> Tensor:
     """Write the keys ``[B, T, D]`` of tokens for an indexer."""
-    if not (self.is_indexer_initialized and _are_written(original, indexer_key_states)):
+    if not _are_written(original, indexer_key_states):
         return original(self, indexer_key_states)
+    if not self.is_indexer_initialized:
+        self.lazy_initialization_indexer(indexer_key_states)
     count = indexer_key_states.shape[-2]
     _write(self.indexer_cumulative_length, count, (self.indexer_keys, indexer_key_states))
     return self.indexer_keys
 
 
 def _are_written(original: Callable, *states: Tensor) -> bool:
-    """Tell whether tokens are written by operators of torch_npu, which have no derivative; in a graph one token alone."""
+    """Tell whether tokens are written by operators of torch_npu, which have no derivative; one alone in a graph."""
     if torch.compiler.is_compiling() or not _was_read(original):
         return False
     if not all(each.device.type == "npu" and each.dtype in _WRITTEN for each in states):
         return False
     needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in states)
-    return not needs_gradient and (states[0].shape[-2] == 1 or not torch.npu.is_current_stream_capturing())
+    return not needs_gradient and (states[0].shape[-2] == 1 or not _is_captured())
 
 
 def _write(length: Any, count: int, *written: tuple[Tensor, Tensor]) -> None:
@@ -96,7 +100,7 @@ def _write(length: Any, count: int, *written: tuple[Tensor, Tensor]) -> None:
         count: how many come.
         written: each cache ``[B, ..., S, D]``, with the states ``[B, ..., T, D]``.
     """
-    is_captured = torch.npu.is_current_stream_capturing()
+    is_captured = _is_captured()
     for cache, states in written:
         if not states.numel():  # values that a model makes of its keys, such as Mistral Large 4's
             continue
@@ -107,6 +111,10 @@ def _write(length: Any, count: int, *written: tuple[Tensor, Tensor]) -> None:
         else:
             torch.ops.npu.scatter_update_(cache, length.expand(len(cache)), states, -2)
     length.add_(count)
+
+
+def _is_captured() -> bool:
+    return torch.get_device_module("npu").is_current_stream_capturing()
 
 
 @functools.cache

@@ -80,15 +80,29 @@ def _word_of_each_row() -> Pair:
     return [found], [expected]
 
 
-def _into_cache(operator: str) -> Pair:
-    """Write one token of two rows into a cache of 256."""
+def _into_cache(operator: str, captured: bool = False) -> Pair:
+    """Write one token of two rows into a cache of 256; in a graph its place changes before that is replayed."""
     cache, token, place = draw(2, 4, 256, 128, dtype=BF16), draw(2, 4, 1, 128, seed=1, dtype=BF16), torch.tensor([77])
-    found, expected = cache.to("npu"), cache.double()
-    if operator == "index_copy_":
-        found.index_copy_(2, place.to("npu"), token.to("npu"))
+    found, expected, given = cache.to("npu"), cache.double(), (token.to("npu"), place.to("npu"))
+
+    def write(token: Tensor, place: Tensor) -> None:
+        if operator == "index_copy_":
+            found.index_copy_(2, place, token)
+        elif operator == "scatter_update_":
+            torch.ops.npu.scatter_update_(found, place.expand(2), token, -2)
+        else:
+            rows = torch.arange(0, 2 * 4 * 256, 256, device="npu").add_(place).unsqueeze(1)
+            torch.ops.npu.npu_scatter_nd_update_(found.view(-1, 128), rows, token.view(-1, 128))
+
+    if captured:
+        graph = npu.NPUGraph()
+        with npu.graph(graph):
+            write(*given)
+        given[1].fill_(78)
+        graph.replay()
     else:
-        torch.ops.npu.scatter_update_(found, place.expand(2).contiguous().to("npu"), token.to("npu"), -2)
-    expected[:, :, 77] = token.double()[:, :, 0]
+        write(*given)
+    expected[:, :, 78 if captured else 77] = token.double()[:, :, 0]
     return [found], [expected]
 
 
@@ -190,6 +204,10 @@ OPERATORS = (
     OperatorCall("npu_scatter_nd_update_, a word of each row", _word_of_each_row, dtype=BF16),
     OperatorCall("index_copy_, a token", lambda: _into_cache("index_copy_"), dtype=BF16),
     OperatorCall("scatter_update_, a token", lambda: _into_cache("scatter_update_"), dtype=BF16),
+    *(
+        OperatorCall(f"{operator}, a token, captured", partial(_into_cache, operator, captured=True), dtype=BF16)
+        for operator in ("scatter_update_", "npu_scatter_nd_update_")
+    ),
     OperatorCall("cumsum of int64", lambda: _summed_up(captured=False), dtype=F32),
     OperatorCall("cumsum of int64, captured", lambda: _summed_up(captured=True), dtype=F32),
     OperatorCall("npu_fused_linear_online_max_sum", _head, (9, 1), BF16),

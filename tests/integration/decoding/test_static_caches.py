@@ -55,7 +55,7 @@ def test_keys_of_indexers_are_written_likewise(registered: None) -> None:
         with Cost() as cost:
             found = ours.update_indexer(states.npu())
         assert torch.equal(found.cpu(), theirs.update_indexer(states))
-        assert cost.launches["index_copy_"] == (number == 0)  # where the cache is made
+        assert "index_copy_" not in cost.launches
         assert int(ours.indexer_cumulative_length) == int(theirs.indexer_cumulative_length)
 
 
@@ -94,6 +94,7 @@ def test_what_is_written_is_all_that_moves(registered, count) -> None:
     keys, values = tokens(count, 2).npu(), tokens(count, 3).npu()
     with Cost() as cost:
         layer.update(keys, values)
+    assert "index_copy_" not in cost.launches
     assert cost.bytes.total() <= 2 * (keys.nbytes + values.nbytes) + 100
 
 

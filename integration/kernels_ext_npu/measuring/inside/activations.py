@@ -48,3 +48,32 @@ def _dropout(call: Call) -> Iterable[Kernel]:
     mask = next(tensor for tensor in call.results if tensor.dtype is torch.uint8)
     yield Kernel("DSAGenBitMask", nbytes(mask))
     yield call.main("DropOutDoMask", call.moved)
+
+
+@row(
+    "glu",
+    source="ops-nn activation/sigmoid/op_api/aclnn_glu.cpp 8.5.0:149, activation/glu/op_host/op_api/aclnn_glu.cpp "
+    "9.0.0:150-186 9.1.0:150",
+)
+def _glu(call: Call) -> Iterable[Kernel]:
+    """Glu; before 9.0 SplitV, Sigmoid and Mul."""
+    both, half = nbytes(call.tensor("self")), nbytes(call.result)
+    if call.cann >= (9, 0):
+        yield call.main("Glu")
+        return
+    yield Kernel("SplitV", 2 * both, workspace=both)
+    yield Kernel("Sigmoid", 2 * half, workspace=half)
+    yield call.main("Mul", 3 * half)
+
+
+@row("glu_backward", source="ops-nn activation/sigmoid/op_api/aclnn_glu_backward.cpp 8.5.0:172-262 9.1.0:175-239")
+def _glu_backward(call: Call) -> Iterable[Kernel]:
+    """SplitV, Sigmoid, Mul, Mul, Sub, Mul and ConcatD."""
+    both = nbytes(call.tensor("self"))
+    half = both // 2
+    yield Kernel("SplitV", 2 * both, workspace=both)
+    yield Kernel("Sigmoid", 2 * half, workspace=half)
+    for name in ("Mul", "Mul", "Sub"):
+        yield Kernel(name, 3 * half, workspace=half)
+    yield call.main("Mul", 3 * half, workspace=half)
+    yield Kernel("ConcatD", 2 * both)

@@ -52,12 +52,12 @@ def test_a_delta_rule_copies_few_operands_first(kernel: ModuleType, name: str) -
 
 
 @pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "chunk_kda"])
-def test_what_is_added_to_a_product_is_copied_by_the_scan_alone(kernel: ModuleType, name: str) -> None:
-    """``baddbmm`` copies it, in float32 with a weight of one too: once a chunk in each direction, of a state."""
+def test_what_is_added_to_a_product_is_copied_by_nobody(kernel: ModuleType, name: str) -> None:
+    """``baddbmm`` copies it, in float32 with a weight of one too."""
     with FakeTensorMode(allow_non_fake_inputs=True), Cost() as cost:
         out, _ = getattr(kernel, name)(*arguments(name == "chunk_kda"), use_qk_l2norm_in_kernel=True)
         out.backward(torch.empty_like(out))
-    assert cost.launches["baddbmm"] == 2 * 512 // 64
+    assert not cost.launches["baddbmm"]
 
 
 def test_a_selective_scan_turns_its_arguments_once(kernel: ModuleType) -> None:

@@ -44,6 +44,5 @@ def scan(removed: Tensor, added: Tensor, first: Tensor | None, backwards: bool =
     for n, following in zip(order, [*order[1:], None]):
         more, factor, state = of_chunks[n]
         behind = last if following is None else of_chunks[following][2]
-        # in float32 baddbmm is a product into the workspace, its negative and a sum: CANN's ops-nn, aclnn_baddbmm.cpp
         torch.sub(more, torch.bmm(factor, state, out=behind), out=behind)
     return States(before, last)

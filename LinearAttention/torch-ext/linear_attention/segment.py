@@ -12,8 +12,7 @@ costs the recurrence one product. β weighs keys where values are added, not the
 products then than those of Γ do.
 
 What is added to a product is added in place behind it: ``baddbmm`` in float32 copies it first, and writes the product
-into a workspace, with beta = 1 too (CANN's ops-nn, matmul/batch_mat_mul_v3/op_host/op_api/aclnn_baddbmm.cpp). The scan
-alone calls it: one call by the host a chunk.
+into a workspace, with beta = 1 too (CANN's ops-nn, matmul/batch_mat_mul_v3/op_host/op_api/aclnn_baddbmm.cpp).
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from kernels_ext_npu.swaps.attention import (
     split_sequences,
 )
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
+from kernels_ext_npu.transformers_internals import cache_in
 
 _counts_itself: ContextVar[bool] = ContextVar("_counts_itself", default=False)
 
@@ -197,17 +198,16 @@ def preprocess(
     config: Any,
     inputs_embeds: Tensor,
     attention_mask: Any,
-    cache: Any,
-    position_ids: Any,
     *args: Any,
     **kwargs: Any,
 ) -> tuple:
     """Prepare a mask, in place of ``_preprocess_mask_arguments`` of masking_utils, without a look at positions."""
-    given = config, inputs_embeds, attention_mask, cache
+    given = inspect.signature(original).bind(config, inputs_embeds, attention_mask, *args, **kwargs).arguments
+    position_ids = given["position_ids"]
     is_standing_in = inputs_embeds.device.type == "npu" and serving.describes_masks(config)
     if not (is_standing_in or NPU_FLASH_ATTENTION.is_named_by(config)):
-        return original(*given, position_ids, *args, **kwargs)
-    is_done, mask, _, *sizes = original(*given, None, *args, **kwargs)
+        return original(**given)
+    is_done, mask, _, *sizes = original(**given | {"position_ids": None})
     if is_done and mask is None and not isinstance(attention_mask, Tensor):
         mask = attention_mask  # a description, with a paged cache, for which transformers 5.24 wants no mask
     packed = None
@@ -215,7 +215,7 @@ def preprocess(
         mask = context_parallel.sequences(inputs_embeds, position_ids, attention_mask)
     elif split_sequences.are_split():
         pass  # positions of a part tell nothing of the whole
-    elif position_ids is not None and mask is None and cache is None and not _counts_itself.get():
+    elif position_ids is not None and mask is None and cache_in(given) is None and not _counts_itself.get():
         packed = _sequences(position_ids.expand(len(inputs_embeds), -1))
     return is_done, mask, packed, *sizes
 

@@ -115,7 +115,7 @@ def test_gradient_of_clipped_swiglu_is_no_further_from_float64_than_torch(
 def test_gradients_of_what_is_clipped_read_and_write_little(kernel: ModuleType, name, most, launches) -> None:
     """Bytes in tensors of half the size of the argument; read and written once they would be 5.
 
-    Of the one whose halves lie side by side 8 are copies of halves before and behind operators, which is inside of these.
+    Of the one whose halves lie side by side 8 are copies of halves, before and behind operators.
     """
     x, grad = gate_up(64, 256, dtype=torch.bfloat16).npu().requires_grad_(), gate_up(64, 128).bfloat16().npu()
     y = getattr(kernel, name)(x)

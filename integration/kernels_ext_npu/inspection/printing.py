@@ -188,15 +188,13 @@ def _whole(inspection: Inspection, narrow: bool) -> Table:
 
 def _on_ai_cpu(inspection: Inspection, phase: str) -> str | None:
     """Say which launches are far longer than what is estimated for them."""
-    said = [
-        f"{variant.name}: {number:,} {name}"
-        for variant in inspection.variants
-        if (counts := variant.counts[phase]) is not None
-        for name, number in counts.on_ai_cpu.items()
-        if number
-    ]
+    said = []
+    for variant in inspection.variants:
+        counts = variant.counts[phase]
+        names = [f"{number:,} {name}" for name, number in counts.on_ai_cpu.items() if number] if counts else []
+        said += [f"{variant.name}: {', '.join(names)}"] * bool(names)
     words = "On the AI CPU, a few scalar cores, for which the estimate is far too low"
-    return f"{words}: {', '.join(said)}." if said else None
+    return f"{words}: {'; '.join(said)}." if said else None
 
 
 def _collectives(inspection: Inspection, phase: str) -> Table:

@@ -34,7 +34,7 @@ class Counts:
     flops: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
     # the least time that they take on a chip, by operator
     seconds: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
-    # that of the kernels that multiply, by operator: without what is copied or cast for them
+    # that of operators that multiply, by operator, if nothing were copied or cast for them
     product_seconds: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
     # the number of kernels on the AI CPU, by operator
     on_ai_cpu: Counter[str] = field(default_factory=Counter)
@@ -54,7 +54,7 @@ class Counts:
 
     @property
     def products(self) -> float:
-        """The least seconds of the kernels that multiply matrices alone: attention and convolutions are among them."""
+        """The least seconds of what multiplies matrices alone: attention and convolutions are among it."""
         return sum(self.product_seconds.values())
 
     def add(self, other: Counts, times: int = 1) -> None:

@@ -64,10 +64,10 @@ class Counting(Cost):
         for kernel in runs.kernels:
             least = seconds(self.soc, share if kernel.is_main else 0, dtype, kernel.moved)
             counts.seconds[name] += least
-            if kernel.is_main and multiplies(name):
-                counts.product_seconds[name] += least
             if kernel.on_ai_cpu:
                 counts.on_ai_cpu[name] += 1
+        if multiplies(name):
+            counts.product_seconds[name] += seconds(self.soc, multiplied, dtype, runs.outside)
 
     def numbers(self, tensor: Tensor) -> list[int] | None:
         """Return what a tensor on the device holds where that is known."""

@@ -35,10 +35,12 @@ class Inside:
 
     Attributes:
         kernels: in their order.
+        outside: the bytes of what goes in and out of the call, once.
         is_read: whether somebody has read what the operator does; otherwise one kernel is counted.
     """
 
     kernels: tuple[Kernel, ...]
+    outside: int
     is_read: bool = True
 
     @property
@@ -66,12 +68,12 @@ def inside(operator: OpOverload, args: tuple, kwargs: dict, result: Any, moved: 
     name = name_of(operator)
     found = ROWS.get(name) or ROWS.get(name.rstrip("_"))
     if all(tensor.device.type == "cpu" for tensor in tensors((args, kwargs, result))):
-        return Inside((Kernel(name, moved, is_main=True),))  # the host's
+        return Inside((Kernel(name, moved, is_main=True),), moved)  # the host's
     if found is None:
-        return Inside((Kernel(name, moved, is_main=True),), is_read=False)
+        return Inside((Kernel(name, moved, is_main=True),), moved, is_read=False)
     call = Call(name, arguments(operator, args, kwargs), tensors(result), moved, cann)
     before, after = _copies(operator, call, found)
-    return Inside((*before, *found.kernels(call), *after))
+    return Inside((*before, *found.kernels(call), *after), moved)
 
 
 def _copies(operator: OpOverload, call: Call, found: Row) -> tuple[list[Kernel], list[Kernel]]:

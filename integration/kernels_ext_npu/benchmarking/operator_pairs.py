@@ -20,6 +20,7 @@ from kernels_ext_npu.benchmarking.providers import OURS
 from kernels_ext_npu.environment import first_line
 from kernels_ext_npu.measuring.distance import distance
 
+NAME = "pairs"  # of operators, where others have that of a model
 TORCH = "torch"
 PROVIDERS = (TORCH, OURS)
 # Both compute one formula: they differ by roundings to 16 bits, of which either has at most four.
@@ -156,7 +157,7 @@ def run(dtype_name: str, shrink: int, repeats: int) -> Iterator[Result]:
         gc.collect()
         torch_npu.npu.empty_cache()
         shapes = [list(argument.shape) for argument in pair.arguments(dtype, shrink)]
-        head = OPERATORS, dtype_name, "operators alone", OPERATORS, pair.name, "", shapes
+        head = NAME, dtype_name, "alone", OPERATORS, pair.name, "", shapes
         calls = {TORCH: pair.plain, OURS: pair.ours}
         if pair.since and not hasattr(torch.ops.npu, pair.since):
             yield Result(*head, OURS, "forward", refused=f"this torch_npu has no {pair.since}")

@@ -95,7 +95,7 @@ def benchmark(
     ]
     if options.OPERATORS in kernels:
         run = partial(operator_pairs.run, shrink=shrink, repeats=repeats)
-        parts += [(options.OPERATORS, each, operator_pairs.PROVIDERS, run(each)) for each in dtypes]
+        parts += [(operator_pairs.NAME, each, operator_pairs.PROVIDERS, run(each)) for each in dtypes]
     results: list[Result] = []
     for name, precision, providing, running in parts:
         measured: list[Result] = []

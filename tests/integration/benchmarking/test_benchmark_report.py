@@ -13,7 +13,7 @@ from build import ROOT
 from transformers import AutoModelForCausalLM
 
 import softnpu
-from kernels_ext_npu.benchmarking import call_costs, recorded_calls, results_layout, shrunk_models
+from kernels_ext_npu.benchmarking import call_costs, operator_pairs, recorded_calls, results_layout, shrunk_models
 from kernels_ext_npu.benchmarking.measured_calls import Result
 from kernels_ext_npu.model_configs import PUBLISHED
 from tests.support.benchmark_runs import SMALL, refusal, run, write_config
@@ -98,6 +98,10 @@ def test_lines_that_decide_claims_are_lines_of_a_report() -> None:
     rows = [row.rpartition(" | ")[2] for row in table.splitlines() if row.startswith("|")]
     named = {tuple(line.split(", ", 1)) for row in rows for line in re.findall("`([^`]+, [^`]+)`", row)}
     assert len(named) > 10
+    pairs = next(operator_pairs.run("bf16", shrink=512, repeats=2))
+    (line,) = results_layout.report_lines([pairs])
+    assert (line["of"], line["what"]) in named
+    named -= {(line["of"], line["what"])}
     for name in {model for model, _ in named}:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(shrunk_models.load(name, 8).config)

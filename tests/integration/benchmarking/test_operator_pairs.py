@@ -23,11 +23,11 @@ def test_both_calls_of_each_pair_agree_and_are_counted() -> None:
 
 
 def test_a_token_into_a_cache_moves_the_token_where_torch_moves_the_cache() -> None:
-    """Torch's transposes the whole cache, copies it back, and does the same with the token."""
+    """Torch's transposes the whole cache there and back, two passes each, and the token."""
     longest = [result for result in run("bf16", shrink=512, repeats=2) if result.name == PAIRS[2].name][-2:]
     cache = 8 * 64 * 128 * 2  # of one row, 64 tokens
     moved = {result.provider: result.figures["bytes"] for result in longest}
-    assert moved[TORCH] > 6 * cache
+    assert moved[TORCH] > 4 * cache
     assert moved[OURS] < cache / 10
 
 

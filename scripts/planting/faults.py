@@ -100,7 +100,7 @@ FAULTS = (
     _more("RMSNorm", "gated.py", "a norm that is not", "torch.mul(product", "return {}"),
     _more("RMSNorm", "gated.py", "the gradients of that", "grad.reshape(-1).float()", "kind.gradient({}"),
     _more("RMSNorm", "gated.py", "the product with SiLU", "torch.ops.npu.npu_swiglu(both", "lambda both: {}"),
-    _more("RMSNorm", "gated.py", "the product with a sigmoid", "F.glu(", "lambda both: {}"),
+    _more("RMSNorm", "gated.py", "the product with a sigmoid", "second.sigmoid_(", "return {}"),
     _more("RMSNorm", "hyper_connections.py", "what a block gets of streams", "torch.bmm(", "    return {}"),
     _steeper(
         "RMSNorm",

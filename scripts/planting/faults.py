@@ -172,7 +172,13 @@ FAULTS = (
         "def launch(*args, **kwargs):\n    y = _launch(*args, **kwargs)\n    return y + 0.01 * (y - y.detach())\n\n\n"
         "def _launch(\n",
     ),
-    _more("FlashAttention", "in_graphs.py", "packed attention in a graph", "launch(*padded(", "    result = {}"),
+    _more(
+        "FlashAttention",
+        "in_graphs.py",
+        "packed attention in a graph",
+        "launch_differentiable(*padded(",
+        "    result = {}",
+    ),
     _more(
         "FlashAttention",
         "decoding.py",

@@ -44,7 +44,7 @@ hub_kernels.register_kernel_mapping_transformers()
 forward_binding.install(layers.serves)
 # names that transformers looks up when they are asked for
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
-from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import PreTrainedConfig, PreTrainedModel, cache_utils, masking_utils
 """
 
 EVERY_MODEL = """

@@ -50,13 +50,13 @@ def adapted(dropout: float, model: PreTrainedModel) -> None:
 @pytest.mark.parametrize(
     ("name", "launches", "gigabytes", "peak", "peak_with_loss"),
     [
-        ("Qwen3-8B", (595, 1650), (72, 250.5), 24.7, 20.5),
-        ("Gemma-3-12B", (1465, 3070), (121, 421), 41.9, 34),
+        ("Qwen3-8B", (595, 1650), (72, 259), 24.7, 20.5),
+        ("Gemma-3-12B", (1465, 3070), (124, 459), 41.9, 34),
         pytest.param("gpt-oss-20b", (620, 2290), (83, 540), 21.5, 15, marks=pytest.mark.long),
     ],
 )
 def test_whole_models_cost_no_more_than_this(name, launches, gigabytes, peak, peak_with_loss) -> None:
-    """The bounds are what a prototype of one launch a layer was counted with, and some launches more.
+    """The launches are what a prototype of one a layer was counted with, and some more; bytes are those of all kernels.
 
     Without the loss of CrossEntropy, which launches more operators, a few for each chunk of tokens, to hold less; and a
     step with it moves hardly more.
@@ -123,7 +123,7 @@ def test_holding_the_output_costs_one_product_and_its_result(prepare: Prepare) -
     assert held.peak - let_go.peak == logits
     found = [round(each / 1e9, 1) for each in (let_go.bytes.total(), held.bytes.total(), let_go.peak, held.peak)]
     assert found[2:] == ([4.0, 5.2] if prepare is checkpointed else [19.7, 21.0])
-    assert prepare is checkpointed or [round(each) for each in found[:2]] == [228, 231]
+    assert prepare is checkpointed or [round(each) for each in found[:2]] == [240, 242]
 
 
 @pytest.mark.long

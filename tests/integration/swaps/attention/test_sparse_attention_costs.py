@@ -29,9 +29,10 @@ KEPT = {
 
 @pytest.mark.parametrize("operators", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_layer_of_deepseek_v32_at_32k_tokens(monkeypatch, operators: bool) -> None:
-    """A prompt holds less than 3 GB beyond its inputs; by operators a token moves weights, index keys, latents.
+    """A prompt holds less than 3.5 GB beyond its inputs; by operators a token moves weights, index keys, latents.
 
-    Keys that it sees are copied where others lie between them.
+    Keys that it sees are copied where others lie between them. The weights of keys and values are halves of one, which
+    their products copy, those of keys in another order.
     """
     config = DeepseekV32Config()
     config._attn_implementation = "sdpa"
@@ -55,7 +56,7 @@ def test_a_layer_of_deepseek_v32_at_32k_tokens(monkeypatch, operators: bool) -> 
             layer(x, (table, table), mask(TOKENS, TOKENS), past_key_values=cache)
         counts = counting.counts()
         assert counts.waits == 0
-        assert counts.peak <= 3e9
+        assert counts.peak <= 3.5e9  # with workspaces
         weights = sum(parameter.nbytes for parameter in layer.parameters())
         index_keys, latents_read = TOKENS * 128 * 2, 2048 * 576 * 2
         for number, (name, kept) in enumerate(KEPT.items(), 1):
@@ -68,7 +69,8 @@ def test_a_layer_of_deepseek_v32_at_32k_tokens(monkeypatch, operators: bool) -> 
             assert counting.counts().waits == 0
             moved = counting.bytes.total() - weights - counting.bytes["cat"]  # what a growing cache is made anew of
             copied = 2 if name == "a gap" else 0  # read and written
-            assert moved <= 1.3 * (index_keys + latents_read) + copied * index_keys or not operators
+            most = 1.6 * (index_keys + latents_read) + copied * index_keys + 3 * layer.kv_b_proj.weight.nbytes
+            assert moved <= most or not operators
 
 
 def test_training_under_autocast_holds_what_grows_with_tokens_alone() -> None:

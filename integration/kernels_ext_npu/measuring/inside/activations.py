@@ -13,10 +13,13 @@ for _operator, _kernel, _source in (
     ("npu_swiglu_backward", "SwiGluGrad", "activation/swi_glu_grad/op_host/swi_glu_grad_def.cpp (`AutoContiguous`)"),
     ("npu_clipped_swiglu", "ClippedSwiglu", "activation/clipped_swiglu/op_host/clipped_swiglu_def.cpp"),
     ("npu_geglu", "GeGluV2", "activation/ge_glu_v2/op_host/op_api/aclnn_geglu.cpp 8.5.0:193-205 9.1.0:210-222"),
-    (
-        "npu_geglu_grad",
-        "GeGluGradV2",
-        "activation/ge_glu_grad_v2/op_host/op_api/aclnn_geglu_backward.cpp 8.5.0:198-215 9.1.0:206-223",
+    *(
+        (
+            name,  # the second is that of SwiGLU's package, around the first
+            "GeGluGradV2",
+            "activation/ge_glu_grad_v2/op_host/op_api/aclnn_geglu_backward.cpp 8.5.0:198-215 9.1.0:206-223",
+        )
+        for name in ("npu_geglu_grad", "geglu_grad")
     ),
     ("npu_fast_gelu", "FastGelu", "activation/fast_gelu/op_api/aclnn_fast_gelu.cpp 8.5.0:122-130 9.1.0:123-131"),
     (

@@ -35,7 +35,7 @@ from kernels_ext_npu.swaps.attention import (
     split_sequences,
 )
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
-from kernels_ext_npu.transformers_internals import cache_in
+from kernels_ext_npu.transformers_internals import cache_parameter
 
 _counts_itself: ContextVar[bool] = ContextVar("_counts_itself", default=False)
 
@@ -215,7 +215,12 @@ def preprocess(
         mask = context_parallel.sequences(inputs_embeds, position_ids, attention_mask)
     elif split_sequences.are_split():
         pass  # positions of a part tell nothing of the whole
-    elif position_ids is not None and mask is None and cache_in(given) is None and not _counts_itself.get():
+    elif (
+        position_ids is not None
+        and mask is None
+        and given[cache_parameter(original)] is None
+        and not _counts_itself.get()
+    ):
         packed = _sequences(position_ids.expand(len(inputs_embeds), -1))
     return is_done, mask, packed, *sizes
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from tests.localhub import LocalHub
-from tests.support import real_device, whole_database
+from tests.support import names_first, real_device, whole_database
 from tests.support.forking import Forks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,6 +61,7 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     whole_database.leave_to_long_runs(items)
     real_device.refuse_parts_of_the_software_device(items)
+    names_first.leave_the_rest_where_one_is_gone(items)
 
 
 def _inherited() -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""What the integration patches, reads or calls of other libraries beside their public interface is as it was read."""
+"""What the integration patches, reads or calls of other libraries beside their public interface is as it was read.
+
+Where something is not, a run with these tests runs nothing else (`tests.support.names_first`).
+"""
 
 import ast
 import inspect
@@ -9,6 +12,8 @@ from pathlib import Path
 from types import CodeType
 
 import pytest
+
+from kernels_ext_npu.matching.decorated import original_function
 
 PACKAGE = Path(__file__).resolve().parents[2] / "integration" / "kernels_ext_npu"
 TABLE = Path(__file__).resolve().parents[1] / "data" / "names_of_others.txt"
@@ -41,7 +46,7 @@ def parsed(row: str) -> tuple[str, dict[str, list[str] | None]]:
 
 @pytest.mark.parametrize(("file", "row"), ROWS, ids=[row for _, row in ROWS])
 def test_what_is_relied_on_is_there(file: str, row: str) -> None:
-    relies = f"and integration/kernels_ext_npu/{file} relies on it"
+    relies = f"and integration/kernels_ext_npu/{file} relies on it: mend that first, what else fails may fail for that"
     assert (PACKAGE / file).is_file(), f"{file} is no file of ours any more: whose is {row}?"
     name, brackets = parsed(row)
     try:
@@ -70,6 +75,15 @@ def test_every_name_that_is_read_of_what_models_hand_on_is_in_the_list() -> None
     assert not missing, f"list what has these names, in square brackets: {missing}"
 
 
+def test_every_parameter_of_a_layer_that_takes_several_is_in_the_list() -> None:
+    """Models may give each of them by name; what a layer takes alone is given without one."""
+    listed = {each for _, row in ROWS for names in parsed(row)[1].values() if names for each in names}
+    paths = PACKAGE.parents[1].glob("*/torch-ext/*/layers.py")
+    taken = {name: path.parent.name for path in paths for name in _parameters_of_layers(path)}
+    missing = {name: package for name, package in taken.items() if name not in listed}
+    assert taken and not missing, f"list what has these names, in square brackets: {missing}"
+
+
 def test_the_list_is_complete() -> None:
     listed = {parsed(row)[0] for _, row in ROWS}
     found = {name: path for path in PACKAGE.rglob("*.py") for name in _names_of_others(path)}
@@ -94,9 +108,18 @@ def _named_in(value: object) -> set[str]:
     """Return the fields of a class, or the parameters of a function and the words in it, such as names of arguments."""
     if isinstance(value, type):
         return set(value.__annotations__)
-    constants = inspect.unwrap(value).__code__.co_consts
-    words = [word for each in constants for word in (each if isinstance(each, tuple) else (each,))]
-    return {*inspect.signature(value).parameters, *(word for word in words if isinstance(word, str))}
+    function = inspect.unwrap(original_function(value) or value)
+    words = [word for each in function.__code__.co_consts for word in (each if isinstance(each, tuple) else (each,))]
+    return {*inspect.signature(function).parameters, *(word for word in words if isinstance(word, str))}
+
+
+def _parameters_of_layers(path: Path) -> Iterator[str]:
+    """Yield the names of what the forwards in a file take beside the layer, where they take more than one thing."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name == "forward":
+            names = [each.arg for each in (*node.args.args, *node.args.kwonlyargs)]
+            if len(names) > 2:
+                yield from names[1:]
 
 
 def _names_read(path: Path) -> Iterator[str]:

@@ -103,6 +103,29 @@ def test_gradients_are_not_recorded() -> None:
     assert not any(table.requires_grad for table in module(x, POSITIONS.npu()))
 
 
+@pytest.mark.parametrize("positions", [POSITIONS[:1], POSITIONS[1:, 4:5]], ids=["one row", "decode"])
+def test_the_gradient_of_trained_frequencies_is_that_of_the_formula(positions: Tensor) -> None:
+    """In float64, as Mistral Large 4's table has it; angles of up to 131,071 radians are rounded in float32 first."""
+    (table,) = (each.original for each in TABLES if each.layers == ("RotaryEmbeddingTrained",))
+    original = instance(table, scaling=1.25)
+    original.alpha = nn.Parameter(original.alpha)
+    swapped, row = kernelized(original)
+    assert row.swapped
+    cos, sin = swapped(torch.zeros(1, 1, 24, device="npu"), positions.npu())
+    factors = torch.linspace(-1, 2, cos.numel()).view(cos.shape)
+    (gradient,) = torch.autograd.grad((cos * factors.npu()).sum() + (sin * factors.flip(-1).npu()).sum(), swapped.alpha)
+
+    alpha = original.alpha.detach().double().requires_grad_()
+    rounded = positions[..., None].float() * (original.inv_freq * original.alpha.exp())
+    angles = positions[..., None] * original.inv_freq.double() * alpha.exp()
+    angles = torch.cat((angles + (rounded.double() - angles).detach(),) * 2, -1)  # its value is the rounded one
+    total = 1.25 * ((angles.cos() * factors).sum() + (angles.sin() * factors.flip(-1)).sum())
+    (expected,) = torch.autograd.grad(total, alpha)
+    # three products and two sums of float32, of terms that are as large as the positions and cancel
+    bound = 5 * torch.finfo(FLOAT32).eps * 4 * 1.25 * (angles.abs().unflatten(-1, (2, 12)).sum((0, 1, 2)))
+    assert (gradient.cpu() - expected).abs().le(bound).all()
+
+
 LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
 ROPES = [  # the others change frequencies and scale when they are made, and never again
     {"rope_type": "dynamic", "factor": 2.0},

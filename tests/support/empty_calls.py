@@ -16,8 +16,7 @@ H, WORDS = 32, 40
 # where sequences of queries and of keys end, and how many there are
 PACKS = ([0], [0], 0, 0), ([0, 0], [0, 0], 0, 0), ([0], [0], 5, 5), ([0, 0, 0], [0, 0, 7], 0, 7)
 _ATTENTION = partial(attention.attention, scale=0.25)
-# integers and masks, which have no gradients; and what says that it computes nothing
-WITHOUT_GRADIENTS = {"attention_mask", "top_k_keys", "lora_pair"}
+WITHOUT_GRADIENTS = {"attention_mask", "top_k_keys", "lora_pair"}  # masks, integers, and what computes nothing then
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,6 @@ def expert_cases() -> list[Case]:
     product = partial(experts._product, counts=torch.zeros(4, dtype=torch.long))
     stacked = (0, H), (4, H, 16), (4, 16)
     mixture = (0, H), (0, 2), (4, 32, H), (4, H, 16)
-    biased = (*mixture, (4, 32), (4, H))
     return [
         Case("grouped_matmul", lambda f, x, w, b: f(x, w, counts(x), b), product, stacked),
         Case("GmmFunction", lambda f, x, w, b: f.apply(x, w, counts(x), b, None), product, stacked),
@@ -103,7 +101,7 @@ def expert_cases() -> list[Case]:
             ((0, H), *[(16, H)] * 4),
         ),
         Case("fused_experts", lambda f, *t: our_experts(*t), all_experts, mixture),
-        Case("fused_experts", lambda f, *t: our_experts(*t), all_experts, biased),
+        Case("fused_experts", lambda f, *t: our_experts(*t), all_experts, (*mixture, (4, 32), (4, H))),
         Case("fused_experts", lambda f, *t: our_experts(*t, present=3), partial(all_experts, present=3), mixture),
         Case(
             "experts_forward",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .cann import CANN
-from .derivatives import by_formula, gradients
+from .derivatives import gradients
 
 _MOST_ROWS = (1 << 24) - 2  # npu_moe_token_permute sorts indices as float32
 _MOST_CHOICES = 512
@@ -116,7 +116,7 @@ class PermuteFunction(torch.autograd.Function):
         if grad is None:
             return None, None
         tokens, top_k_index, order = ctx.saved_tensors
-        if by_formula(grad):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             return _unpermute_in_torch(grad, order, torch.ones_like(top_k_index, dtype=grad.dtype)), None
         return permute_gradient(grad.contiguous(), tokens, top_k_index, order), None
 
@@ -132,7 +132,7 @@ class UnpermuteFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, order, weights, top_k_index = ctx.saved_tensors
-        if by_formula(grad):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             inputs = rows, order, weights
             return *gradients(_unpermute_in_torch, inputs, ctx.needs_input_grad[:3], grad), None
         d_rows, d_weights = unpermute_gradient(grad.contiguous(), rows, order, weights, top_k_index)

@@ -156,13 +156,6 @@ def test_no_row_in_float16_gives_zero(kernel: ModuleType) -> None:
     assert not weight.grad.any()
 
 
-def test_a_label_that_is_no_word_gives_nan(kernel: ModuleType) -> None:
-    """The host does not read labels, and a wrong number would be worse."""
-    hidden, weight = torch.randn(3, 4).npu(), torch.randn(9, 4).npu()
-    rows = kernel.linear_cross_entropy(hidden, weight, torch.tensor([9, 2, -1]).npu(), reduction="none")
-    assert rows.isnan().tolist() == [True, False, True]
-
-
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("pieces", [None, 2, 8])
 @pytest.mark.parametrize("closeness", [0.0, 2.0, 6.0])

@@ -59,7 +59,7 @@ def test_few_tokens_are_few_launches(kernel: ModuleType, tokens: int, most: int)
 
 def test_what_does_not_fit_is_refused(kernel: ModuleType) -> None:
     decays, added, state = draw(3, 2, 4)
-    for wrong in ((decays[:, :3], added), (decays, added, state[:1]), (decays[:, :0], added[:, :0])):
+    for wrong in ((decays[:, :3], added), (decays, added, state[:1])):
         with pytest.raises(ValueError, match="have to fit"):
             kernel.linear_recurrence(*wrong)
     with pytest.raises(TypeError, match="added must be floating point"):

@@ -10,12 +10,13 @@ from torch import Tensor
 from . import pieces as pieces_of
 from .autocast import autocast_dtype
 from .objective import Objective
+from .transforms import is_transformed
 
 
 def reduced(
     rows: Tensor, labels: Tensor, words: int, objective: Objective, reduction: str, num_items: float | Tensor | None
 ) -> Tensor:
-    """Reduce the loss of each row ``[N]``; a label that is no word makes it NaN."""
+    """Reduce the loss of each row ``[N]``; a label that is no word makes it NaN, and its gradient zero."""
     counted = labels != objective.ignore_index
     rows = torch.where(counted & ((labels < 0) | (labels >= words)), math.nan, rows)
     if reduction == "mean" and num_items is None:
@@ -34,6 +35,24 @@ def over_rows(rows: Tensor, reduction: str, num_items: float | Tensor | None) ->
     if isinstance(num_items, Tensor):
         num_items = num_items.to(total.device).reshape(())
     return total / num_items
+
+
+def refuse_labels_beyond(name: str, labels: Tensor, words: int, ignore_index: int) -> None:
+    """Raise where a label is no word, if that can be known: on the host, or where torch looks for anomalies.
+
+    On the NPU the host waits for it then; without `torch.autograd.detect_anomaly` it never does.
+    """
+    if torch.compiler.is_compiling() or not (labels.device.type == "cpu" or torch.is_anomaly_enabled()):
+        return
+    if is_transformed() or type(labels) is not Tensor:  # of which the host has no values, or not all
+        return
+    rows = ((labels != ignore_index) & ((labels < 0) | (labels >= words))).nonzero()
+    if rows.numel():
+        row = int(rows[0])
+        raise IndexError(
+            f"{name}: the loss is nan: label {int(labels[row])} of row {row} is none of the {words} words, which begin "
+            f"with 0, nor ignore_index {ignore_index}; so it is in {len(rows)} of {len(labels)} rows"
+        )
 
 
 def objective_of(

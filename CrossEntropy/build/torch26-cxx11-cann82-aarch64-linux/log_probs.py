@@ -14,6 +14,7 @@ from .arguments import (
     kept,
     objective_of,
     reduced,
+    refuse_labels_beyond,
 )
 from .autocast import without_autocast
 from .distributed import is_distributed
@@ -43,7 +44,8 @@ def linear_log_probs(
     Args:
         hidden_states: ``[..., H]``, floating point.
         weight: as for `linear_cross_entropy`, as are all others.
-        labels: ``[...]``, integers in ``[0, V)``, or ``ignore_index``, for which the result is zero.
+        labels: ``[...]``, integers in ``[0, V)``, or ``ignore_index``, for which the result is zero. With others it
+            is NaN, and its gradient zero.
 
     Returns:
         The shape of labels, float32.
@@ -51,6 +53,7 @@ def linear_log_probs(
     Raises:
         TypeError: as for `cross_entropy`.
         ValueError: as for `cross_entropy`.
+        IndexError: as for `cross_entropy`.
 
     Example:
         >>> import torch
@@ -96,7 +99,8 @@ def linear_log_probs_and_entropy(
     Args:
         hidden_states: ``[..., H]``, floating point.
         weight: ``[V, H]``, in the same dtype. Logits have to be finite.
-        labels: ``[...]``, integers in ``[0, V)``, or ``ignore_index``, for which both results are zero.
+        labels: ``[...]``, integers in ``[0, V)``, or ``ignore_index``, for which both results are zero. With others
+            the log probability is NaN, and its gradient zero.
         bias: ``[V]``, in the same dtype.
         ignore_index: as for `linear_cross_entropy`, as are all others.
 
@@ -106,6 +110,7 @@ def linear_log_probs_and_entropy(
     Raises:
         TypeError: as for `cross_entropy`.
         ValueError: as for `cross_entropy`.
+        IndexError: as for `cross_entropy`.
 
     Example:
         >>> import torch
@@ -122,6 +127,7 @@ def linear_log_probs_and_entropy(
     check_head(name, hidden_states, weight, bias, pieces)
     objective = objective_of(name, ignore_index, 0.0, 0.0, logit_scale, softcap)
     labels = labels.long()
+    refuse_labels_beyond(name, labels, weight.shape[0], ignore_index)
     hidden_states, weight, bias = as_autocast(name, hidden_states, weight, bias)
     if is_transformed() or is_distributed(hidden_states, weight, labels):
         rows, entropy = in_torch.linear_loss_and_entropy(hidden_states, weight, bias, labels, objective)

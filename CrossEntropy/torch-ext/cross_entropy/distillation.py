@@ -18,7 +18,7 @@ from .arguments import (
     over_rows,
 )
 from .autocast import without_autocast
-from .derivatives import gradients
+from .derivatives import by_formula, gradients
 from .distributed import is_distributed
 from .divergence import Divergence, Statistics
 from .float16 import brought_within, power_of_two
@@ -79,7 +79,7 @@ class LinearDivergence(torch.autograd.Function):
         hidden_states, weight, bias, *teacher, slope, unit = saved[:8]
         divergence, words = ctx.options
         needs, nothing = ctx.needs_input_grad[:3], (None,) * 8
-        if torch.is_grad_enabled():
+        if by_formula(grad):
             found = gradients(
                 lambda h, w, b: in_torch.linear_divergence(h, w, b, *teacher, divergence),
                 (hidden_states, weight, bias),

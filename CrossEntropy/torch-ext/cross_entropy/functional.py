@@ -18,6 +18,7 @@ from .arguments import (
     kept,
     objective_of,
     reduced,
+    refuse_labels_beyond,
 )
 from .autocast import without_autocast
 from .by_tokens import LinearCrossEntropyByTokens
@@ -44,7 +45,9 @@ def cross_entropy(
 
     Args:
         logits: ``[N, V]``, floating point.
-        labels: ``[N]``, integers in ``[0, V)`` or ``ignore_index``. Others give NaN: the host does not read them.
+        labels: ``[N]``, integers in ``[0, V)`` or ``ignore_index``. With others the loss of a row is NaN, and with it
+            that of all; their rows get gradients of zero, and change no other. The host does not read labels on the
+            NPU: `torch.autograd.detect_anomaly` lets it look for such ones.
         ignore_index: the label of rows that do not count: their loss and gradients are zero.
         reduction: "none" for the loss of each row, "sum", or "mean" over the rows that count; of none that is NaN.
         label_smoothing: the part of a label that all words share, in ``[0, 1]``.
@@ -60,6 +63,7 @@ def cross_entropy(
     Raises:
         TypeError: logits are not floating point, or labels not integers.
         ValueError: shapes, the reduction or an option are none of those above.
+        IndexError: a label on the host, or while anomalies are detected on the NPU, is no word; it names the row.
 
     Example:
         >>> import torch
@@ -70,6 +74,7 @@ def cross_entropy(
     objective = objective_of("cross_entropy", ignore_index, label_smoothing, z_loss, logit_scale, softcap)
     check_reduction("cross_entropy", reduction, num_items)
     labels = labels.long()
+    refuse_labels_beyond("cross_entropy", labels, logits.shape[1], ignore_index)
     if is_transformed() or is_distributed(logits, labels):
         rows = in_torch.loss(logits, labels, objective)
     else:
@@ -121,6 +126,7 @@ def linear_cross_entropy(
     Raises:
         TypeError: as for `cross_entropy`.
         ValueError: as for `cross_entropy`.
+        IndexError: as for `cross_entropy`.
 
     Example:
         >>> import torch
@@ -134,6 +140,8 @@ def linear_cross_entropy(
     objective = objective_of(name, ignore_index, label_smoothing, z_loss, logit_scale, softcap)
     check_reduction(name, reduction, num_items)
     labels = labels.long()
+    words = weight.shape[0] if shard is None else shard.words
+    refuse_labels_beyond(name, labels, words, ignore_index)
     hidden_states, weight, bias = as_autocast(name, hidden_states, weight, bias)
     if is_transformed() or is_distributed(hidden_states, weight, labels):
         if shard is not None:
@@ -151,5 +159,4 @@ def linear_cross_entropy(
             else:
                 number = pieces or pieces_of.how_many(*size)
                 rows = LinearCrossEntropy.apply(hidden_states, weight, bias, labels, objective, shard, number, budget)
-    words = weight.shape[0] if shard is None else shard.words
     return reduced(rows, labels, words, objective, reduction, num_items)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -76,7 +78,9 @@ def attend_packed(
         ``[T, N, D_v]``, in the dtype of the query.
     """
     total = query.shape[0]
-    used, key_used = (ends[-1] if ends else 0 for ends in sequences)
+    if not sequences.ends:  # as one without tokens, which keeps the graph of autograd
+        sequences, options = Sequences((0,), (0,)), replace(options, slopes=None)
+    used, key_used = (ends[-1] for ends in sequences)
     query, key, value = _part(query, 0, used), _part(key, 0, key_used), _part(value, 0, key_used)
     if (
         is_fused(query, key, value, options)

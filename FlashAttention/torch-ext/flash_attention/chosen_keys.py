@@ -145,7 +145,7 @@ class ChosenAttention(torch.autograd.Function):
         out = query.new_empty(*query.shape[:3], rank)
         for part in _with_chosen_keys(query, latents, rope, sink, *rest):
             found = part.weights.to(query.dtype) @ part.keys[..., :rank]
-            out[:, part.rows] = found.unflatten(0, (len(query), -1))
+            out[:, part.rows] = found.view_as(out[:, part.rows])
         ctx.save_for_backward(query, latents, rope, sink, rest[0], out)
         ctx.rest = rest[1:]
         return out
@@ -180,11 +180,11 @@ def _gradients(
         if of_sink is not None:
             of_sink -= ((1 - part.weights.sum(-1)) * mean.squeeze(-1)).sum(0)
         of_scores = of_scores.mul_(scale).to(dtype)
-        of_query[:, part.rows] = (of_scores @ part.keys).unflatten(0, (len(query), -1))
+        of_query[:, part.rows] = (of_scores @ part.keys).view_as(of_query[:, part.rows])
         added = of_scores.mT @ part.query
         added[..., :rank] += part.weights.to(dtype).mT @ grad
         of_keys.index_add_(0, part.flat, added.flatten(0, 1).float())
-    of_keys = of_keys.view(*latents.shape[:2], -1).to(dtype)
+    of_keys = of_keys.view(*latents.shape[:2], query.shape[-1]).to(dtype)
     of_sink = None if of_sink is None else of_sink.to(sink.dtype)
     return of_query, of_keys[..., :rank], of_keys[..., rank:], of_sink
 
@@ -202,7 +202,7 @@ def _with_chosen_keys(
         chosen = indices[:, rows].long()
         flat = (chosen + first).flatten()
         gathered = torch.cat((latents.index_select(0, flat), rope.index_select(0, flat)), dim=-1)
-        gathered = gathered.unflatten(0, (-1, count))
+        gathered = gathered.unflatten(0, chosen.flatten(0, 1).shape)
         few = query[:, rows].flatten(0, 1)
         scores = (few.float() @ gathered.float().mT).mul_(scale)  # rounded to 16 bits they are further from float64
         seen = _mask_at(mask_of(mask, begin, end, query), chosen).flatten(0, 1)

@@ -33,7 +33,7 @@ def attend_in_torch(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tens
     if options.softcap:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     if options.slopes is not None:
-        slopes = options.slopes.to(scores.dtype).view(-1, scores.shape[1], 1, 1)
+        slopes = options.slopes.to(scores.dtype)[..., None, None]
         queries, keys = scores.shape[-2:]
         scores = scores - slopes * _distances(queries, keys, keys - queries, scores.device).abs()
     if options.bias is not None:
@@ -55,7 +55,7 @@ def attend_packed_in_torch(
         query: ``[T, N, D]``.
         key: ``[T_k, N_k, D]``.
         value: ``[T_k, N_k, D_v]``.
-        sequences: where they end.
+        sequences: where they end; at least one.
         seen: which keys of its sequence a query sees, or what is left out in the longest, ``[S_q, S_k]``.
         options: how scores become weights.
 
@@ -69,7 +69,7 @@ def attend_packed_in_torch(
         of_sequence = seen if isinstance(seen, Band) else seen[: q.shape[2], : k.shape[2]]
         parts.append(attend_in_torch(q, k, v, of_sequence, _of_sequence(options, i))[0])
         start, key_start = end, key_end
-    return torch.cat(parts) if parts else query.new_zeros(0, query.shape[1], value.shape[2])
+    return torch.cat(parts)
 
 
 def _of_sequence(options: Options, i: int) -> Options:

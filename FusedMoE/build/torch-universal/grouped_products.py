@@ -92,6 +92,8 @@ def multiply(
     x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, tail: Tensor | None = None
 ) -> Tensor:
     """Compute what :class:`GmmFunction` does, without a gradient."""
+    if not x.shape[0]:  # the operator takes nothing empty
+        return x.new_empty(0, weight.shape[2])
     biases = None if bias is None else [_as_added(bias, x.dtype)]
     (y,) = torch.ops.npu.npu_grouped_matmul(
         [x],
@@ -110,7 +112,7 @@ def multiply_by_list(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Ten
 
     ``bias`` is ``[E, N]``, in the dtype in which the operator adds it.
     """
-    if len(weights) == 1:  # that is no list for the operator
+    if len(weights) == 1 or not x.shape[0]:  # that is no list for the operator, or nothing
         return multiply(x, weights[0].unsqueeze(0), counts, bias)
     (y,) = torch.ops.npu.npu_grouped_matmul(
         [x],
@@ -147,6 +149,8 @@ def sum_over_rows(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
 
 def _summed(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     """Compute :func:`sum_over_rows`: the operator wants a transposed view of contiguous rows, and contiguous rows."""
+    if not a.shape[0]:  # it would leave the sums unwritten
+        return a.new_zeros(counts.shape[0], a.shape[1], b.shape[1])
     if not _SUMS_GROUPS:
         return _added_to_zeros(a, b, counts)
     (y,) = torch.ops.npu.npu_grouped_matmul(

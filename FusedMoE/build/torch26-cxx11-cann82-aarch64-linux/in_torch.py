@@ -15,20 +15,20 @@ from torch._C._functorch import TransformType
 def product_in_torch(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None) -> Tensor:
     """Compute ``x[r] @ weight[e] + bias[e]`` for the rows of each group, and zeros after the last group.
 
-    The host waits for ``counts``. Shapes are those of :func:`fused_moe.grouped_matmul`.
+    The host waits for ``counts``, unless there are no rows. Shapes are those of :func:`fused_moe.grouped_matmul`.
 
     Raises:
         ValueError: the groups have more rows than ``x``.
     """
-    # on the meta device there are none: any rows have the shape of the result
-    sizes = [x.shape[0]] if counts.is_meta else counts.tolist()
+    # on the meta device there are no counts: any rows have the shape of the result
+    sizes = [0] * counts.shape[0] if not x.shape[0] else [x.shape[0]] if counts.is_meta else counts.tolist()
     if sum(sizes) > x.shape[0]:
         raise ValueError(f"grouped_matmul: counts must add up to the {x.shape[0]} rows of x, got {sum(sizes)}")
     parts = []
     for group, rows in enumerate(x.split([*sizes, x.shape[0] - sum(sizes)])):
         if group == len(sizes):
             parts.append(x.new_zeros(rows.shape[0], weight.shape[2]))
-        elif rows.shape[0]:
+        elif rows.shape[0] or not group:  # without any row, too, the weights stay in the graph of autograd
             part = rows.mm(weight[group])
             parts.append(part if bias is None else part + bias[group].to(part.dtype))
     return torch.cat(parts)

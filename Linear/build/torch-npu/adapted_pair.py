@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .adapters import Adapter, add_product, in_torch, operand, scaled_product
-from .derivatives import gradients
+from .derivatives import by_formula, gradients
 from .neighbours import joined, with_neighbour
 from .products import product, rows_of
 
@@ -34,7 +34,7 @@ class AdaptedPair(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, small, blocks, *tensors = ctx.saved_tensors
         _, *needs = ctx.needs_input_grad
-        if torch.is_grad_enabled():
+        if by_formula(grad):
             return None, *gradients(_by(ctx.scale), (x, *tensors), needs, grad)
         weights, a, b = tensors[::3], tensors[1::3], tensors[2::3]
         needs_x, needs_a, needs_b = needs[0], needs[2::3], needs[3::3]

@@ -15,6 +15,7 @@ from torch import Tensor
 from . import masks
 from .adapted_together import one_by_one
 from .adapters import Adapter, add_product, in_torch, operand, scaled_product
+from .derivatives import by_formula
 from .products import product, rows_of
 from .several import gradients_of
 
@@ -47,7 +48,7 @@ class DroppedLinears(torch.autograd.Function):
         _, needs_x, *needs = ctx.needs_input_grad
         found: list[Tensor | None] = [None] * len(needs)
         used = [place for place, grad in enumerate(grads) if grad is not None]
-        if torch.is_grad_enabled():
+        if by_formula(*grads):
             layers = [*zip(weights, ctx.biases, a, b)]
             return None, *one_by_one(partial(_formula, ctx.factors, drawn), x, layers, grads, needs_x, needs)
         rows = [rows_of(grads[place]) for place in used]  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .adapters import Adapter, add_product, in_torch, operand, scaled_product
-from .derivatives import gradients
+from .derivatives import by_formula, gradients
 from .products import product, rows_of
 from .several import gradients_of
 
@@ -40,7 +40,7 @@ class AdaptedLinears(torch.autograd.Function):
         _, needs_x, *needs = ctx.needs_input_grad
         found: list[Tensor | None] = [None] * len(needs)
         used = [place for place, grad in enumerate(grads) if grad is not None]
-        if torch.is_grad_enabled():
+        if by_formula(*grads):
             layers = [*zip(weights, ctx.biases, a, b)]
             return None, *one_by_one(partial(_formula, ctx.scales), x, layers, grads, needs_x, needs)
         rows = [rows_of(grads[place]) for place in used]  # type: ignore[arg-type]

@@ -170,7 +170,7 @@ def lora_pair(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]
     Returns:
         ``[..., 2·N]``, the first layer first, of the dtype of ``x``, or of autocast. None, with nothing computed, where
         that cannot be: the weights are no neighbours in memory, or the layers have biases, scales or dtypes that
-        differ, drop elements of their input, or have one of their own, or a weight needs a gradient.
+        differ, drop elements of their input, or have one of their own, a weight needs a gradient, or there is no row.
     """
     (first, bias, one), (second, other_bias, other) = layers
     if x.device.type != "npu" or not (bias is other_bias is None and one.scale == other.scale):

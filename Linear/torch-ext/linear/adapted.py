@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .adapters import Adapter, add_product, in_torch, operand, scaled_product
-from .derivatives import gradients
+from .derivatives import by_formula, gradients
 from .products import product, rows_of
 
 
@@ -37,7 +37,7 @@ class AdaptedLinear(torch.autograd.Function):
         x, weight, *tensors = ctx.saved_tensors
         tensors, kept = tensors[: 3 * len(ctx.scales)], tensors[3 * len(ctx.scales) :]
         _, *needs = ctx.needs_input_grad
-        if torch.is_grad_enabled():
+        if by_formula(grad):
             x = weight.new_zeros(ctx.shape) if x is None else x  # then its gradient does not depend on it
             return None, *gradients(_by(ctx.scales), (x, weight, ctx.bias, *tensors), needs, grad)
         needs_x, needs_bias = needs[0], needs[2]

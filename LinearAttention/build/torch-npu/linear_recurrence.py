@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .arguments import check_tensors, narrowed
 from .autocast import without_autocast
+from .empty import empty_of
 from .second_order import differentiable_once
 from .transforms import is_transformed
 from .walk import before_chunks, behind_chunks, from_steps, in_steps, state_gradients, states
@@ -33,13 +34,16 @@ def linear_recurrence(decays: Tensor, added: Tensor, initial_state: Tensor | Non
         All states, ``[B, T, D]`` in the dtype of ``added``, and the last one, ``[B, D]`` in float32.
 
     Raises:
-        ValueError: shapes or devices do not fit, or there is no token.
+        ValueError: shapes or devices do not fit.
         TypeError: an argument is not floating point.
     """
     _check(decays, added, initial_state)
     if initial_state is None:
-        initial_state = added.new_zeros(added[:, 0].shape, dtype=torch.float32)
+        initial_state = added.new_zeros((added.shape[0], added.shape[2]), dtype=torch.float32)
     decays, added, initial_state = (narrowed(x) for x in (decays, added, initial_state))  # type: ignore[assignment]
+    if not added.numel():
+        out = empty_of(decays, added, initial_state, shape=added.shape, dtype=added.dtype)
+        return out, initial_state.float() + out.float().sum()
     with without_autocast(added):
         if added.shape[1] == 1:  # a step of decoding
             state = torch.addcmul(added[:, 0].float(), decays[:, 0].float(), initial_state.float())
@@ -110,10 +114,8 @@ def _steps(decays: Tensor, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _check(decays: Tensor, added: Tensor, state: Tensor | None) -> None:
     """Raise what the function says of arguments that do not fit."""
     check_tensors(decays=decays, added=added, initial_state=state)
-    fits = added.dim() == 3 and added.shape[1] > 0 and decays.shape == added.shape
-    if not fits or (state is not None and state.shape != added[:, 0].shape):
+    fits = added.dim() == 3 and decays.shape == added.shape
+    if not fits or (state is not None and state.shape != (added.shape[0], added.shape[2])):
         named = {"decays": decays, "added": added, "initial_state": state}
         found = ", ".join(f"{name} {list(x.shape)}" for name, x in named.items() if x is not None)
-        raise ValueError(
-            f"decays and added [B, T, D] with T of at least 1, and initial_state [B, D] have to fit: {found}"
-        )
+        raise ValueError(f"decays and added [B, T, D], and initial_state [B, D] have to fit: {found}")

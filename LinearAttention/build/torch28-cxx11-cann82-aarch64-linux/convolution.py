@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .arguments import check_tensors
+from .empty import empty_of
 from .sequences import numbers_of
 
 ACTIVATIONS = {None: None, "silu": nn.functional.silu, "swish": nn.functional.silu}
@@ -43,7 +44,7 @@ def causal_conv1d_fn(
     batch, channels, length = x.shape
     numbers = numbers_of(batch, length, x.device, cu_seqlens, seq_idx)
     if not x.numel():
-        return x.clone()
+        return empty_of(x, weight, bias, shape=x.shape, dtype=x.dtype)
     if numbers is not None:
         return _activated(_by_taps(x, weight, bias, numbers), activation).to(x.dtype)
     padding = weight.shape[-1] - 1
@@ -82,7 +83,7 @@ def causal_conv1d_update(
             f"x is {list(x.shape)}"
         )
     if not x.numel():
-        return x.clone()
+        return empty_of(x, conv_state, weight, bias, shape=x.shape, dtype=x.dtype)
     length = x.shape[-1]
     both = torch.cat([conv_state, x], -1).to(weight.dtype)
     conv_state.copy_(both[..., length:])

@@ -8,6 +8,7 @@ from torch import Tensor
 from .arguments import check_tensors, narrowed
 from .autocast import without_autocast
 from .delta_rule import delta_rule
+from .empty import empty_of
 from .packed_states import final_states
 from .recurrence import step
 from .segment import RuleOptions, Tokens
@@ -149,8 +150,8 @@ def _in_chunks(
         raise ValueError("packed sequences start with a state of zeros: leave initial_state out, or pass them unpacked")
     options = _rule_options(tokens, scale, normalised)
     if 0 in tokens.value.shape[:3]:
-        out = tokens.value.new_empty(tokens.value.shape, dtype=tokens.query.dtype)
-        return out, _by_head(_state_of_none(tokens, state), tokens) if wants_state else None
+        out = empty_of(*tokens, shape=tokens.value.shape, dtype=tokens.query.dtype)
+        return out, _state_of_none(tokens, state, cu_seqlens) + out.float().sum() if wants_state else None
     with without_autocast(tokens.value):
         out, last, between = delta_rule(tokens, _flat(state), numbers, options, wants_state and cu_seqlens is not None)
         if not wants_state:
@@ -172,12 +173,14 @@ def _by_head(state: Tensor, tokens: Tokens) -> Tensor:
     return state.unflatten(0, (tokens.value.shape[0], tokens.value.shape[2]))
 
 
-def _state_of_none(tokens: Tokens, state: Tensor | None) -> Tensor:
-    """Return the state behind no token: that before it."""
+def _state_of_none(tokens: Tokens, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Return the state behind no token: that before it, of each packed sequence."""
     if state is not None:
-        return state.float().flatten(0, 1)
+        return state.float()
     batch, _, heads, size = tokens.value.shape
-    return torch.zeros(batch * heads, tokens.key.shape[-1], size, dtype=torch.float32, device=tokens.value.device)
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    shape = sequences, heads, tokens.key.shape[-1], size
+    return torch.zeros(shape, dtype=torch.float32, device=tokens.value.device)
 
 
 def _check(tokens: Tokens, state: Tensor | None) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .arguments import check_tensors, narrowed
 from .autocast import without_autocast
+from .empty import empty_of
 from .second_order import differentiable_once
 from .transforms import is_transformed
 from .walk import CHUNK, before_chunks, behind_chunks, from_steps, in_steps, state_gradients, states
@@ -58,15 +59,19 @@ def selective_scan_fn(
         ``[B, D, T]`` in the dtype of u, and the state, ``[B, D, N]`` in float32, if it is asked for.
 
     Raises:
-        ValueError: shapes or devices do not fit, or there is no token.
+        ValueError: shapes or devices do not fit.
         TypeError: an argument is not floating point.
     """
     _check(u, delta, A, B, C, D, z, delta_bias)
     given = [narrowed(x) for x in (u, delta, z, B, C, A, D, delta_bias)]
     turned = (None if x is None else x.transpose(1, 2) for x in given[:5])
-    with without_autocast(u):
-        out, state = _scan(Given(*turned, *given[5:]), delta_softplus)
-    out = out.transpose(1, 2)
+    if u.numel():
+        with without_autocast(u):
+            out, state = _scan(Given(*turned, *given[5:]), delta_softplus)
+        out = out.transpose(1, 2)
+    else:
+        out = empty_of(*given, shape=u.shape, dtype=given[0].dtype)
+        state = out.new_zeros((u.shape[0], *A.shape), dtype=torch.float32) + out.float().sum()
     return (out, state) if return_last_state else out
 
 
@@ -245,7 +250,7 @@ def _check(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *others: T
     named = dict(zip(("u", "delta", "A", "B", "C", "D", "z", "delta_bias"), (u, delta, A, B, C, *others)))
     check_tensors(**named)
     known = {name: x for name, x in named.items() if x is not None}
-    fits = u.dim() == 3 and A.dim() == 2 and A.shape[0] == u.shape[1] and u.shape[2] > 0
+    fits = u.dim() == 3 and A.dim() == 2 and A.shape[0] == u.shape[1]
     if fits:
         batch, channels, length = u.shape
         tokens, of_states, each = (batch, channels, length), (batch, A.shape[1], length), (channels,)
@@ -254,6 +259,5 @@ def _check(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *others: T
     if not fits:
         found = ", ".join(f"{name} {list(x.shape)}" for name, x in known.items())
         raise ValueError(
-            "u, delta and z [B, D, T] with T of at least 1, A [D, N], B and C [B, N, T], D and delta_bias [D] have to "
-            f"fit: {found}"
+            f"u, delta and z [B, D, T], A [D, N], B and C [B, N, T], D and delta_bias [D] have to fit: {found}"
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .arguments import check_tensors
-from .derivatives import gradients
+from .derivatives import by_formula, gradients
 from .distributed import is_distributed
 from .transforms import is_transformed
 
@@ -119,7 +119,7 @@ class _AddLayerNorm(torch.autograd.Function):
         needs = [needs_x or needs_residual, needs_weight, needs_bias]
         d_weight = d_bias = None
         if grad is not None:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if by_formula(grad, d_sum):
                 function = partial(_layer_norm_of, eps=ctx.eps)
                 d_total, d_weight, d_bias = gradients(function, (total, weight, bias), needs, grad)
             else:

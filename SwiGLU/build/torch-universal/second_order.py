@@ -18,6 +18,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.library import Library
 
+from .derivatives import by_formula
+
 _KEY = "AutogradPrivateUse1"
 _registered: list[Library] = []  # a registration lives as long as its library
 
@@ -51,7 +53,9 @@ def let_differentiate(operator: OpOverload, in_torch: Callable[..., Tensor | tup
 
 
 def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """Let the backward of a node of autograd raise where what it returns is differentiated again.
+    """Let the backward of a node of autograd raise where what it returns is differentiated again, or is of several.
+
+    ``torch.autograd.grad(is_grads_batched=True)`` asks for several gradients at once.
 
     Args:
         backward: takes the node, what it saved, which may be looked at once, and gradients.
@@ -61,6 +65,11 @@ def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> C
     def refusing(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         with torch.no_grad():
+            if by_formula(*grads):
+                raise NotImplementedError(
+                    f"{type(ctx).__name__} goes backward for one gradient at a time: call torch.autograd.grad for each "
+                    "without is_grads_batched, or the module's original forward, which takes several"
+                )
             found = backward(ctx, saved, *grads)
         if not torch.is_grad_enabled():
             return found

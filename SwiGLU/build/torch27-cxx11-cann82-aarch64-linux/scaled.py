@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .clipped import launch_clipped_swiglu
-from .derivatives import gradients
+from .derivatives import by_formula, gradients
 
 _NO_LIMIT = torch.finfo(torch.float32).max
 
@@ -47,7 +47,7 @@ class _ScaledSwiGLU(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None]:
         (gate_up,) = ctx.saved_tensors
         factor, half = ctx.factor, gate_up.shape[-1] // 2
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if by_formula(grad):
             return gradients(partial(_scaled_in_torch, factor=factor), (gate_up,), (True,), grad)[0], None
         scaled = gate_up.clone()
         scaled[..., :half].mul_(factor)

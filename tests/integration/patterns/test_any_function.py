@@ -3,6 +3,7 @@
 Results and gradients are those of the formula that selftest has of it, in float64, within its tolerance.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -25,6 +26,8 @@ NPU_ONLY = OPERATORS | {"lora_pair"}
 PRODUCTS = OPERATORS | {"linear", "linears", "lora_pair", "patch_embedding"}
 # whose integers meet something else before them: a product with a mask, the sigmoid of a decay
 ANY_DTYPE = PRODUCTS | {"attention_mask", "linear_recurrence"}
+# nodes that write into what they have, or launch what torch has no rule for, and have no formula that fits into memory
+ONE_AT_A_TIME = {"attend_chosen", "chunk_gated_delta_rule", "chunk_kda", "linear_recurrence", "selective_scan_fn"}
 ANY_DEVICE = PRODUCTS | {"lora_linear", "lora_linears", "attention_mask", "top_k_keys", "attend_chosen"}
 
 
@@ -85,6 +88,30 @@ def test_each_argument_may_be_the_only_one_with_a_gradient(name: str) -> None:
         trained = [y for y in tensors(call(*leaves)) if y.requires_grad]
         torch.autograd.backward(trained, [torch.linspace(-1, 1, y.numel()).view(y.shape).to(y) for y in trained])
         torch.testing.assert_close(leaves[i].grad, gradient)
+
+
+@each_function()
+def test_a_backward_of_several_gradients_is_that_of_each_or_refused(name: str) -> None:
+    function = FUNCTIONS[name]
+
+    def gradients(call: Callable, given: Sequence[Tensor]) -> Sequence[Tensor]:
+        leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in given]
+        trained = [y for y in tensors(call(*leaves)) if y.requires_grad]
+        ramps = [torch.linspace(-1, 1, y.numel()).view(y.shape).to(y) for y in trained]
+        both = [torch.stack((ramp, ramp.flip(-1))) for ramp in ramps]
+        wanted = [t for t in leaves if t.requires_grad]
+        return torch.autograd.grad(trained, wanted, both, is_grads_batched=True, materialize_grads=True)
+
+    ours = partial(function.call, getattr(kernel(function.repository), name))
+    if name in ONE_AT_A_TIME:
+        with pytest.raises(NotImplementedError, match="one gradient at a time"):
+            gradients(ours, comparing.moved(function.arguments()))
+        return
+    found = gradients(ours, comparing.moved(function.arguments()))
+    with comparing.InPlaceOfFloat32(torch.float64):
+        expected = gradients(function.exact, comparing.doubled(function.arguments()))
+    for a, b in zip(found, expected, strict=True):
+        assert (a.cpu().double() - b).norm() <= comparing.TOLERANCE[torch.float32] * b.norm()
 
 
 @each_function(*NPU_ONLY)

@@ -66,6 +66,7 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     *(("linear attention", [(act, 1)]) for act in HOOKS),
     *((variant, [(act, 1) for act in acts]) for variant, acts in USUAL),
     *(("dense", [(act, 1)]) for act in SAVERS),
+    *((variant, [("call_an_mlp_without_rows", 1)]) for variant in ("dense", "gate and up in one projection")),
     ("dense", [("unregister", 1), ("train", 1)]),
     *(("dense", [(copied, 1), ("unregister", 1), ("train", 1)]) for copied in COPIES),
     ("dense", [("save_and_load_by_pretrained_with_kernels", 1), ("unregister", 1), ("train", 1)]),

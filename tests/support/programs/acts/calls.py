@@ -70,6 +70,18 @@ def call_the_model_below_the_head(side: Side, choice: Random) -> None:
         side.show(side.pretrained.base_model(**given).last_hidden_state)
 
 
+@act(lambda side: bool(side.named("MLP")))
+def call_an_mlp_without_rows(side: Side, choice: Random) -> None:
+    """As where a rank has no tokens; models of transformers take no batch of none."""
+    _, module = choice.choice(side.named("MLP"))
+    width = next(each.in_features for each in module.modules() if hasattr(each, "in_features"))
+    x = torch.zeros(1, 0, width, dtype=next(module.parameters()).dtype, device=side.device, requires_grad=True)
+    y = module(x)
+    wanted = [x, *(p for p in module.parameters() if p.requires_grad)]
+    found = torch.autograd.grad(y.sum(), wanted, allow_unused=True)
+    side.show_gradient(torch.cat([grad.cpu().double().flatten() for grad in found if grad is not None]))
+
+
 @act()
 def generate(side: Side, choice: Random) -> None:
     ids = variants.IDS.to(side.device)

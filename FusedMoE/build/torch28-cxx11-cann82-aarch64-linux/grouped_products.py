@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .cann import CANN
+from .checkpoints import unseen_by_checkpoints
 from .derivatives import by_formula, gradients
 from .in_torch import product_in_torch
 from .permutation import has_gradients
@@ -92,6 +93,9 @@ def multiply(
     x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, tail: Tensor | None = None
 ) -> Tensor:
     """Compute what :class:`GmmFunction` does, without a gradient."""
+    if tail is not None:
+        with unseen_by_checkpoints():
+            return multiply(x, weight, counts, bias).masked_fill_(tail, 0)
     biases = None if bias is None else [_as_added(bias, x.dtype)]
     (y,) = torch.ops.npu.npu_grouped_matmul(
         [x],
@@ -102,7 +106,7 @@ def multiply(
         group_type=_M_AXIS,
         group_list_type=_COUNTS,
     )
-    return y if tail is None else y.masked_fill_(tail, 0)
+    return y
 
 
 def multiply_by_list(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -5,6 +5,7 @@ Derivatives are compared with those that torch computes of the formula in float6
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,29 @@ def second(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ..
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_second_derivatives_are_those_of_the_formula(case: Case, dtype: torch.dtype) -> None:
     on_both(case, second, dtype)
+
+
+class Unused(torch.autograd.Function):
+    """Gives what it gets, and no gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        return torch.cat([x.flatten() for x in inputs])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
+
+
+@each_case
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_where_no_gradient_arrives_none_leaves(case: Case, create_graph: bool) -> None:
+    inputs, options = [x.to("npu").requires_grad_() for x in case.inputs()], {"allow_unused": True}
+    unused = Unused.apply(case.ours(*inputs)).sum()
+    found = torch.autograd.grad(unused, inputs, create_graph=create_graph, **options)
+    first = torch.autograd.grad(loss(case.ours(*inputs)), inputs, create_graph=True)
+    found += torch.autograd.grad(Unused.apply(*first).sum(), inputs, **options)
+    assert not any(gradient.any() for gradient in found if gradient is not None)
 
 
 def transformed(function: Callable[..., Tensor], *inputs: Tensor, is_twice: bool = True) -> list[Tensor]:

@@ -153,4 +153,5 @@ def linear_cross_entropy(
                 number = pieces or pieces_of.how_many(*size)
                 rows = LinearCrossEntropy.apply(hidden_states, weight, bias, labels, objective, shard, number, budget)
     words = weight.shape[0] if shard is None else shard.words
-    return reduced(rows, labels, words, objective, reduction, num_items)
+    with unseen_by_checkpoints():  # deferred logits mark the loss as written to
+        return reduced(rows, labels, words, objective, reduction, num_items)

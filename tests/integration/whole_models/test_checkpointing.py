@@ -86,7 +86,8 @@ def test_selective_checkpointing_around_a_loss_gives_that_loss(name: str, policy
 
     def loss(model: nn.Module, around: Callable) -> Tensor:
         ids = torch.arange(2, 14, device=model.device).view(2, 6)
-        found = around(lambda x: model(inputs_embeds=x, labels=ids, use_cache=False).loss, model.model.embed_tokens(ids))
+        embedded = model.model.embed_tokens(ids)
+        found = around(lambda x: model(inputs_embeds=x, labels=ids, use_cache=False).loss, embedded)
         found.backward()
         return found
 

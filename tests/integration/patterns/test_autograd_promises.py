@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.functional import vhp
 from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional as F
@@ -255,3 +256,26 @@ def test_a_whole_model_goes_backward_once_for_several_results(registered, name: 
         return dict(zip(parameters, torch.autograd.grad(both, list(parameters.values()), directions, **options)))
 
     assert_gradients_near(found(kernels_ext_npu.kernelize(build(name).to("npu"))), found(build(name)))
+
+
+@each_model
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_whole_model_has_second_derivatives(registered, name: str, attention: str) -> None:
+    """Of a sum of logits, where what comes last has no gradient in the second pass, and of a loss by its weights."""
+
+    def found(model: nn.Module) -> dict[str, Tensor]:
+        ids = tokens().to(model.device)
+        x = model.get_input_embeddings()(ids).detach()
+        product = vhp(lambda x: model(inputs_embeds=x, use_cache=False).logits.sum(), x, x.cos())[1]
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        weights = {name: p for name, p in model.named_parameters() if "layers.0" in name and p.dim() == 2}
+        first = torch.autograd.grad(loss, list(weights.values()), create_graph=True, materialize_grads=True)
+        norm = sum(gradient.square().sum() for gradient in first)
+        second = torch.autograd.grad(norm, list(weights.values()), materialize_grads=True)
+        return {"vhp": product / product.norm().detach(), **dict(zip(weights, second))}
+
+    model = build(name).to("npu")
+    if attention == "sdpa" and name != "gpt_oss":  # which has none
+        model.set_attn_implementation(attention)
+    ours, plain = found(kernels_ext_npu.kernelize(model)), found(build(name))
+    assert_same(list(ours.values()), [tensor.double() for tensor in plain.values()], 1e-4)

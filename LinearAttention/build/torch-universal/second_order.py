@@ -71,7 +71,11 @@ def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> C
             found = backward(ctx, saved, *grads)
         if not torch.is_grad_enabled():
             return found
-        why = f"a gradient of {type(ctx).__name__} has no derivative here; the module's original forward has one"
+        node = type(ctx).__name__.removesuffix("Backward").lstrip("_")
+        why = (
+            f"a gradient of the kernel {node} has no derivative; the original forward has one: "
+            "kernels_ext_npu.restore(module) gives it back"
+        )
         return _Refused.apply(why, found, *saved, *grads)
 
     return refusing

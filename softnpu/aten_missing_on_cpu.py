@@ -26,14 +26,18 @@ def formula(*names: str) -> Callable:
 
 
 @formula("matmul_backward")
-def matmul_backward(grad: Tensor, self: Tensor, other: Tensor, mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of ``torch.matmul``, which torch_npu differentiates as one operator.
+def matmul_backward(
+    grad: Tensor | None, self: Tensor, other: Tensor, mask: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of ``torch.matmul``, which torch_npu differentiates as one operator; none without one.
 
     Where one factor is a matrix and the other a batch, its gradient is one product over rows of all the batch. Where
     both are, it is a product for each of the batch, and what was broadcast autograd sums up.
 
     Source: op-plugin, MatmulBackwardKernelNpuOpApi.cpp.
     """
+    if grad is None:
+        return None, None
     left, right = as_matrices(self, other)
     grad = grad.reshape(*torch.broadcast_shapes(left.shape[:-2], right.shape[:-2]), left.shape[-2], right.shape[-1])
     grad_self = _left_gradient(grad, left, right) if mask[0] else None

@@ -82,12 +82,17 @@ def npu_renorm_backward(grad: Tensor, input: Tensor, p: float, dim: int, maxnorm
 def matmul_double_backward(
     grad_self: Tensor | None,
     grad_other: Tensor | None,
-    grad_out: Tensor,
+    grad_out: Tensor | None,
     input: Tensor,
     other: Tensor,
     mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of ``matmul_backward``'s arguments: ``grad_out``, the left and the right factor."""
+    """Compute the gradients of ``matmul_backward``'s arguments: ``grad_out``, the left and the right factor.
+
+    There are none where that had no ``grad_out``: op-plugin, MatmulDoubleBackwardKernelNpuOpApi.cpp.
+    """
+    if grad_out is None:
+        return None, None, None
     a, b = as_matrices(input, other)
     g = grad_out.reshape(*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     through_a = None if grad_self is None else grad_self.reshape(a.shape)

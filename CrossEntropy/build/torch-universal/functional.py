@@ -22,6 +22,7 @@ from .arguments import (
 )
 from .autocast import without_autocast
 from .by_tokens import LinearCrossEntropyByTokens
+from .checkpoints import unseen_by_checkpoints
 from .distributed import is_distributed
 from .linear import LinearCrossEntropy
 from .rows import CrossEntropy
@@ -152,11 +153,12 @@ def linear_cross_entropy(
         budget = 0 if pieces else kept(hidden_states, weight, bias)
         fits = math.prod(size) * weight.element_size() <= budget
         is_untrained = torch.is_grad_enabled() and is_frozen(hidden_states, weight, bias)
-        with without_autocast(hidden_states):
+        with without_autocast(hidden_states), unseen_by_checkpoints():
             if shard is None and (fits or is_untrained):
                 number = pieces or pieces_of.of_tokens(*size)
                 rows = LinearCrossEntropyByTokens.apply(hidden_states, weight, bias, labels, objective, number)
             else:
                 number = pieces or pieces_of.how_many(*size)
                 rows = LinearCrossEntropy.apply(hidden_states, weight, bias, labels, objective, shard, number, budget)
-    return reduced(rows, labels, words, objective, reduction, num_items)
+    with unseen_by_checkpoints():  # deferred logits mark the loss as written to
+        return reduced(rows, labels, words, objective, reduction, num_items)

@@ -18,6 +18,7 @@ from .arguments import (
     over_rows,
 )
 from .autocast import without_autocast
+from .checkpoints import unseen_by_checkpoints
 from .derivatives import by_formula, gradients
 from .distributed import is_distributed
 from .divergence import Divergence, Statistics
@@ -215,7 +216,7 @@ def linear_generalized_jsd(
             student = tuple(each if each is None else each.detach() for each in student)
         size = student[0].shape[0], weight.shape[0]
         number, words = pieces or pieces_of.of_tokens(2 * size[0], size[1]), pieces or pieces_of.how_many(*size)
-        with without_autocast(hidden_states):
+        with without_autocast(hidden_states), unseen_by_checkpoints():
             one = torch.full((), divergence.factor, dtype=statistics_dtype(student[0].dtype), device=weight.device)
             unit = over_rows(one, reduction, num_items)
             unit = unit / power_of_two(unit)  # a mantissa: what is multiplied with the rest is not rounded by it

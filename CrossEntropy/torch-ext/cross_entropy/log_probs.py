@@ -17,6 +17,7 @@ from .arguments import (
     refuse_labels_beyond,
 )
 from .autocast import without_autocast
+from .checkpoints import unseen_by_checkpoints
 from .distributed import is_distributed
 from .entropy import LinearCrossEntropyWithEntropy
 from .functional import linear_cross_entropy
@@ -134,7 +135,7 @@ def linear_log_probs_and_entropy(
     else:
         number = pieces or pieces_of.how_many(hidden_states.shape[0], weight.shape[0])
         budget = 0 if pieces else kept(hidden_states, weight, bias)
-        with without_autocast(hidden_states):
+        with without_autocast(hidden_states), unseen_by_checkpoints():
             rows, entropy = LinearCrossEntropyWithEntropy.apply(
                 hidden_states, weight, bias, labels, objective, number, budget
             )

@@ -19,7 +19,7 @@ def register_derivative_of_attention() -> None:
     """Let the gradients of ``npu_fusion_attention`` be differentiated, where torch_npu is there."""
     for name in ("npu_fusion_attention_grad", "npu_fusion_attention_grad_v3"):
         if hasattr(torch.ops.npu, name):
-            let_differentiate(getattr(torch.ops.npu, name).default, _gradients_in_torch)
+            let_differentiate(getattr(torch.ops.npu, name).default, 3, _gradients_in_torch)
 
 
 def _gradients_in_torch(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .cann import CANN
+from .checkpoints import unseen_by_checkpoints
 from .derivatives import by_formula, gradients
 from .in_torch import product_in_torch
 from .permutation import has_gradients
@@ -94,6 +95,9 @@ def multiply(
     """Compute what :class:`GmmFunction` does, without a gradient."""
     if not x.shape[0]:  # the operator takes nothing empty
         return x.new_empty(0, weight.shape[2])
+    if tail is not None:
+        with unseen_by_checkpoints():
+            return multiply(x, weight, counts, bias).masked_fill_(tail, 0)
     biases = None if bias is None else [_as_added(bias, x.dtype)]
     (y,) = torch.ops.npu.npu_grouped_matmul(
         [x],
@@ -104,7 +108,7 @@ def multiply(
         group_type=_M_AXIS,
         group_list_type=_COUNTS,
     )
-    return y if tail is None else y.masked_fill_(tail, 0)
+    return y
 
 
 def multiply_by_list(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import grouped_products
+from .checkpoints import unseen_by_checkpoints
 from .derivatives import by_formula, gradients
 from .grouped_products import MOST_LISTED, bias_gradient, multiply_by_list, sum_over_rows
 from .in_torch import product_in_torch
@@ -105,18 +106,21 @@ def _multiply(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Tensor | N
     """Multiply with weights ``[K, N]`` that are all contiguous or all transposed views, and add a bias ``[E, N]``."""
     if x.dtype is torch.float32:
         return grouped_products.multiply(x, torch.stack(weights), counts, bias, tail)
+    if tail is not None:
+        with unseen_by_checkpoints():
+            return _multiply(x, weights, counts, bias, None).masked_fill_(tail, 0)
     y = multiply_by_list(x, weights[:MOST_LISTED], counts[:MOST_LISTED], None if bias is None else bias[:MOST_LISTED])
     if len(weights) > MOST_LISTED:
         rows = torch.arange(x.shape[0], device=x.device)
     for start in range(MOST_LISTED, len(weights), MOST_LISTED):
         part = slice(start, start + MOST_LISTED)
         before = counts[:start].sum()
-        moved = x.index_select(0, (rows + before).clamp_(max=x.shape[0] - 1))
+        moved = x.index_select(0, (rows + before).clamp(max=x.shape[0] - 1))
         further = multiply_by_list(moved, weights[part], counts[part], None if bias is None else bias[part])
         # what follows the rows of these groups is not written yet: it belongs to later ones, or to the tail
-        further = further.index_select(0, (rows - before).clamp_(min=0))
+        further = further.index_select(0, (rows - before).clamp(min=0))
         y = torch.where((rows >= before).unsqueeze(-1), further, y)
-    return y if tail is None else y.masked_fill_(tail, 0)
+    return y
 
 
 def _split(parameters: Sequence, has_bias: bool) -> tuple[list, list]:

@@ -14,6 +14,7 @@ from .adapted_pair import AdaptedPair, pair_of
 from .adapted_together import AdaptedLinears
 from .adapters import Adapter, in_torch, input_of
 from .alone import Linear
+from .checkpoints import unseen_by_checkpoints
 from .distributed import is_distributed
 from .dropped_together import DroppedLinears
 from .neighbours import are_neighbours
@@ -115,7 +116,8 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequen
     tensors = [tensor for adapter in adapters for tensor in (input_of(adapter, x), adapter.a, adapter.b)]
     if not _is_differentiated(x, bias, *tensors):
         return outputs_of(scales, x, weight, bias, *tensors)[0]
-    return AdaptedLinear.apply(scales, x, weight, bias, *tensors)
+    with unseen_by_checkpoints():
+        return AdaptedLinear.apply(scales, x, weight, bias, *tensors)
 
 
 def lora_linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]) -> tuple[Tensor, ...]:
@@ -154,7 +156,8 @@ def lora_linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapte
     scales = tuple([adapter.scale for adapter in adapters])
     if not _is_differentiated(x, *tensors):
         return adapted_together.outputs_of(scales, x, *tensors)[0]
-    return AdaptedLinears.apply(scales, x, *tensors)
+    with unseen_by_checkpoints():
+        return AdaptedLinears.apply(scales, x, *tensors)
 
 
 def lora_pair(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]) -> Tensor | None:
@@ -192,7 +195,8 @@ def lora_pair(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]
         return None
     if not _is_differentiated(x, *factors):
         return pair_of(one.scale, x, first, a, b, second, c, d)[0]
-    return AdaptedPair.apply(one.scale, x, first, a, b, second, c, d)
+    with unseen_by_checkpoints():
+        return AdaptedPair.apply(one.scale, x, first, a, b, second, c, d)
 
 
 def _dropped(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]) -> tuple[Tensor, ...]:
@@ -201,7 +205,8 @@ def _dropped(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]])
     tensors = [tensor for weight, bias, adapter in layers for tensor in (weight, bias, adapter.a, adapter.b)]
     if not _is_differentiated(x, *tensors):
         return dropped_together.outputs_of(factors, x, *tensors)[0]
-    return DroppedLinears.apply(factors, x, *tensors)
+    with unseen_by_checkpoints():
+        return DroppedLinears.apply(factors, x, *tensors)
 
 
 def _for_autocast(tensor: Tensor | None) -> Tensor | None:

@@ -36,6 +36,8 @@ class Linears(torch.autograd.Function):
         needs_x, _, *needs = ctx.needs_input_grad
         used = [index for index, grad in enumerate(grads) if grad is not None]
         found: list[Tensor | None] = [None] * (2 * number)
+        if not used:
+            return None, None, *found
         rows = [rows_of(grads[index]) for index in used]  # type: ignore[arg-type]
         for index, grad in zip(used, rows):
             if needs[number + index]:

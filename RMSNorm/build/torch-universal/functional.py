@@ -163,7 +163,7 @@ def _rms_norm_in_torch(hidden_states: Tensor, weight: Tensor | None, eps: float)
 def register_derivative_of_rms_norm() -> None:
     """Let the gradient of ``npu_rms_norm`` be differentiated, where torch_npu is there."""
     if hasattr(torch.ops.npu, "npu_rms_norm_backward"):
-        let_differentiate(torch.ops.npu.npu_rms_norm_backward.default, _gradient_in_torch)
+        let_differentiate(torch.ops.npu.npu_rms_norm_backward.default, 0, _gradient_in_torch)
 
 
 def _gradient_in_torch(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, ...]:

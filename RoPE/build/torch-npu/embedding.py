@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from .checkpoints import unseen_by_checkpoints
 from .frequencies import frequencies_of, scale_of
 from .layer import Layer, Pair
 from .one_token import note_made
@@ -132,10 +133,11 @@ def tables(angles: Tensor, scale: float, dtype: torch.dtype) -> Pair:
     """Compute cos and sin of angles, times a scale."""
     if is_transformed() or angles.requires_grad:  # torch.func and autograd write to no tensor that they are given
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
-    both = angles.new_empty((2, *angles.shape))
-    torch.cos(angles, out=both[0])
-    torch.sin(angles, out=both[1])
-    if not isinstance(scale, (float, int)) or scale != 1:
-        both.mul_(scale)
-    both = both.to(dtype)
+    with unseen_by_checkpoints():
+        both = angles.new_empty((2, *angles.shape))
+        torch.cos(angles, out=both[0])
+        torch.sin(angles, out=both[1])
+        if not isinstance(scale, (float, int)) or scale != 1:
+            both.mul_(scale)
+        both = both.to(dtype)
     return both[0], both[1]

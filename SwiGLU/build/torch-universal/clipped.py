@@ -12,6 +12,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 # of the sigmoid, which is 0 in float32 from there on: what is below may overflow when it is scaled
@@ -86,7 +87,8 @@ def _next(number: float, dtype: torch.dtype) -> float:
 
 def _clamp_keeps_limit() -> bool:
     """Tell whether torch's clamp has a gradient at its limit, wherever this file is imported."""
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+    hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # a checkpoint would run again
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), hooks:
         x = torch.ones((), device="cpu", requires_grad=True)
         return bool(torch.autograd.grad(x.clamp(max=1.0), x)[0])
 

@@ -24,19 +24,26 @@ _KEY = "AutogradPrivateUse1"
 _registered: list[Library] = []  # a registration lives as long as its library
 
 
-def let_differentiate(operator: OpOverload, in_torch: Callable[..., Tensor | tuple[Tensor, ...] | str]) -> None:
+def let_differentiate(
+    operator: OpOverload, place: int, in_torch: Callable[..., Tensor | tuple[Tensor | None, ...] | str]
+) -> None:
     """Let an operator of torch_npu be differentiated, unless torch_npu or another copy of this kernel does so already.
 
     Args:
         operator: computes gradients, and has no derivative.
+        place: of its arguments, that of the gradient that it gets. Where nothing depends on what the forward gave there
+            is none, and none are returned.
         in_torch: takes its arguments, and computes the same by operators of torch; or returns why it does not, for who
             differentiates what the operator computed.
     """
     if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), _KEY):
         return
     below = torch._C._after_autograd_keyset
+    returns = len(operator._schema.returns)
 
-    def compute(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
+    def compute(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...] | None:
+        if args[place] is None:  # torch_npu's node launches it all the same
+            return None if returns == 1 else (None,) * returns
         if not torch.is_grad_enabled():
             return operator.redispatch(keys & below, *args, **kwargs)
         inputs = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
@@ -73,7 +80,11 @@ def differentiable_once(backward: Callable[..., tuple[Tensor | None, ...]]) -> C
             found = backward(ctx, saved, *grads)
         if not torch.is_grad_enabled():
             return found
-        why = f"a gradient of {type(ctx).__name__} has no derivative here; the module's original forward has one"
+        node = type(ctx).__name__.removesuffix("Backward").lstrip("_")
+        why = (
+            f"a gradient of the kernel {node} has no derivative; the original forward has one: "
+            "kernels_ext_npu.restore(module) gives it back"
+        )
         return _Refused.apply(why, found, *saved, *grads)
 
     return refusing

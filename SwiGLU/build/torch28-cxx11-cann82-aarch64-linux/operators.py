@@ -80,7 +80,7 @@ EXACT_GEGLU = GatedUnit(
 def register_derivative_of_swiglu() -> None:
     """Let the gradient of ``npu_swiglu`` be differentiated, where torch_npu is there."""
     if hasattr(torch.ops.npu, "npu_swiglu_backward"):
-        let_differentiate(torch.ops.npu.npu_swiglu_backward.default, _swiglu_gradient_in_torch)
+        let_differentiate(torch.ops.npu.npu_swiglu_backward.default, 0, _swiglu_gradient_in_torch)
 
 
 def _swiglu_gradient_in_torch(grad: Tensor, x: Tensor, dim: int = -1) -> Tensor:

@@ -5,11 +5,13 @@ Derivatives are compared with those that torch computes of the formula in float6
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.functional import vhp
 from torch.autograd.graph import save_on_cpu
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional as F
@@ -68,6 +70,29 @@ def second(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ..
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_second_derivatives_are_those_of_the_formula(case: Case, dtype: torch.dtype) -> None:
     on_both(case, second, dtype)
+
+
+class Unused(torch.autograd.Function):
+    """Gives what it gets, and no gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        return torch.cat([x.flatten() for x in inputs])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
+
+
+@each_case
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_where_no_gradient_arrives_none_leaves(case: Case, create_graph: bool) -> None:
+    inputs, options = [x.to("npu").requires_grad_() for x in case.inputs()], {"allow_unused": True}
+    unused = Unused.apply(case.ours(*inputs)).sum()
+    found = torch.autograd.grad(unused, inputs, create_graph=create_graph, **options)
+    first = torch.autograd.grad(loss(case.ours(*inputs)), inputs, create_graph=True)
+    found += torch.autograd.grad(Unused.apply(*first).sum(), inputs, **options)
+    assert not any(gradient.any() for gradient in found if gradient is not None)
 
 
 def transformed(function: Callable[..., Tensor], *inputs: Tensor, is_twice: bool = True) -> list[Tensor]:
@@ -231,3 +256,26 @@ def test_a_whole_model_goes_backward_once_for_several_results(registered, name: 
         return dict(zip(parameters, torch.autograd.grad(both, list(parameters.values()), directions, **options)))
 
     assert_gradients_near(found(kernels_ext_npu.kernelize(build(name).to("npu"))), found(build(name)))
+
+
+@each_model
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_whole_model_has_second_derivatives(registered, name: str, attention: str) -> None:
+    """Of a sum of logits, where what comes last has no gradient in the second pass, and of a loss by its weights."""
+
+    def found(model: nn.Module) -> dict[str, Tensor]:
+        ids = tokens().to(model.device)
+        x = model.get_input_embeddings()(ids).detach()
+        product = vhp(lambda x: model(inputs_embeds=x, use_cache=False).logits.sum(), x, x.cos())[1]
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        weights = {name: p for name, p in model.named_parameters() if "layers.0" in name and p.dim() == 2}
+        first = torch.autograd.grad(loss, list(weights.values()), create_graph=True, materialize_grads=True)
+        norm = sum(gradient.square().sum() for gradient in first)
+        second = torch.autograd.grad(norm, list(weights.values()), materialize_grads=True)
+        return {"vhp": product / product.norm().detach(), **dict(zip(weights, second))}
+
+    model = build(name).to("npu")
+    if attention == "sdpa" and name != "gpt_oss":  # which has none
+        model.set_attn_implementation(attention)
+    ours, plain = found(kernels_ext_npu.kernelize(model)), found(build(name))
+    assert_same(list(ours.values()), [tensor.double() for tensor in plain.values()], 1e-4)

@@ -110,6 +110,7 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
         for n in numbers
     ),
     *(("dense", [(act, number)]) for act in ("step_by_sam", "step_by_mezo") for number in range(2)),
+    *((variant, [("step_with_a_selective_checkpoint", 1)]) for variant in ("dense", "experts", "linear attention")),
     *(("dense", [(act, number), ("train", 1)]) for act in CLASSES for number in range(6)),
     ("two models in one", [("change_the_forward_of_a_class", 1)]),  # of layer norms
     ("experts with clipped SwiGLU", [("move_to_the_cpu", 1), ("train", 1)]),

@@ -27,6 +27,14 @@ POLICIES: dict[str, Callable[[str], bool]] = {
 }
 
 
+def keeping(policy: str) -> Callable[..., CheckpointPolicy]:
+    def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = POLICIES[policy](str(op))
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return decide
+
+
 def build(name: str, device: str) -> nn.Module:
     model = zoo.build(name).to(device).train()
     return kernels_ext_npu.kernelize(model) if device == "npu" else model
@@ -63,14 +71,29 @@ def test_selective_checkpointing_takes_what_was_saved_for_what_it_is(name: str, 
     """It finds results by the number of calls of an operator: a forward has to call the same ones again."""
     model = build(name, "npu")
 
-    def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saved = POLICIES[policy](str(op))
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, decide)
+    contexts = functools.partial(create_selective_checkpoint_contexts, keeping(policy))
     for layer in model.model.layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
     assert_gradients_near(gradients(model, name), expected(name))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "granite"])
+def test_selective_checkpointing_around_a_loss_gives_that_loss(name: str, policy: str) -> None:
+    """Everything lies inside: rotary embeddings, and logits that are computed for nobody."""
+    model, plain = build(name, "npu"), build(name, "cpu")
+    contexts = functools.partial(create_selective_checkpoint_contexts, keeping(policy))
+
+    def loss(model: nn.Module, around: Callable) -> Tensor:
+        ids = torch.arange(2, 14, device=model.device).view(2, 6)
+        embedded = model.model.embed_tokens(ids)
+        found = around(lambda x: model(inputs_embeds=x, labels=ids, use_cache=False).loss, embedded)
+        found.backward()
+        return found
+
+    around = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    nearness.assert_near(loss(model, around), loss(plain, lambda function, x: function(x)))
+    assert_gradients_near(nearness.gradients(model), nearness.gradients(plain))
 
 
 @pytest.mark.long

@@ -43,11 +43,14 @@ class DeferredLogits(Tensor):
     steps: tuple[Step, ...] = ()  # what was made of the logits of the head
     before: DeferredLogits | None = None  # those that the last step was made of, until they are computed
     known: Tensor | None = None  # what they are, outside of autograd; None while they are not computed
+    is_twin: bool = False  # whether only nodes of autograd hold them
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         logits = args[0] if args else kwargs.get("input")
+        if function is Tensor.detach and isinstance(logits, DeferredLogits) and logits.is_kept():
+            return logits.detach_unseen()
         if isinstance(logits, DeferredLogits) and logits.known is None and torch.is_grad_enabled():
             result = _loss(*args, **kwargs) if function is F.cross_entropy else None
             if not kwargs and (step := Step(function, args[1:])).is_known(logits):
@@ -69,9 +72,21 @@ class DeferredLogits(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Give the values to what runs below autograd."""
+        if function is torch.ops.aten.detach.default and args[0].is_kept():
+            return args[0].detach_unseen()
         args, kwargs = tree_map_only(DeferredLogits, lambda logits: logits.materialize(function), (args, kwargs or {}))
         with torch._C._AutoDispatchBelowAutograd():
             return function(*args, **kwargs)
+
+    def is_kept(self) -> bool:
+        """Tell whether they are what a node keeps: who detaches them, as checkpoints do, keeps them for it."""
+        return self.is_twin and self.known is None
+
+    def detach_unseen(self) -> DeferredLogits:
+        """Return the same for the same node, outside of autograd and not computed either."""
+        made = _maker(self, self.device)()
+        vars(made).update(vars(self))
+        return made
 
     def materialize(self, function: Any) -> Tensor:
         """Return the logits outside of autograd, which are computed when a function first looks at them."""
@@ -118,7 +133,7 @@ def _follow(logits: DeferredLogits, step: Step) -> DeferredLogits:
 def _twin(logits: DeferredLogits) -> DeferredLogits:
     """Return the same logits for nodes of autograd, which hold them when nobody holds the others."""
     made = Follow.apply(logits, Step(Tensor.contiguous, ()), _maker(logits, logits.device), None)
-    made.call, made.product, made.steps = logits.call, logits.product, logits.steps
+    made.call, made.product, made.steps, made.is_twin = logits.call, logits.product, logits.steps, True
     return made
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.support.programs.registry import act, acts
 from tests.support.programs.side import Side
@@ -55,6 +56,16 @@ def step_between_backwards(side: Side, choice: Random) -> None:
     first, second = side.run().loss, side.run().loss
     second.backward()
     first.backward()
+    step(side)
+
+
+@act(can_train, computes=True)
+def step_with_a_selective_checkpoint(side: Side, choice: Random) -> None:
+    """Everything up to the loss is computed twice, but for products."""
+    side.model.zero_grad()
+    products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    contexts = partial(create_selective_checkpoint_contexts, products)
+    checkpoint(lambda: side.run().loss, use_reentrant=False, context_fn=contexts).backward()
     step(side)
 
 

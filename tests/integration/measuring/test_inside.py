@@ -302,5 +302,35 @@ def test_a_convolution_lays_its_tensors_out_anew() -> None:
     ]  # fmt: skip
 
 
+def test_the_gradient_of_a_convolution_does_so_too() -> None:
+    """The sizes above: filters of 2,048 bytes are 4,096 in float32, in which their gradient is summed."""
+    tensor, weight, grad = ones(1, 16, 20, dtype=HALF), ones(16, 1, 4, dtype=HALF), ones(1, 16, 17, dtype=HALF)
+    options = [[16], [1], [0], [1], False, [0], 16]
+    laid_out = [("TransData", 2 * 544), ("TransData", 2 * 640), ("TransData", 128 + 2048)]
+    for_input = [("Conv2DBackpropInput", 544 + 2048 + 640), ("TransData", 2 * 640)]
+    for_weight = [("Conv2DBackpropFilter", 544 + 640 + 4096), ("Cast", 4096 + 2048), ("TransData", 2048 + 128)]
+    backward = torch.ops.aten.convolution_backward
+    found = runs(lambda: backward(grad, tensor, weight, *options, [True, True, True]))
+    assert found == [("ReduceSum", 544 + 32), *laid_out, *for_input, *for_weight]
+    assert runs(lambda: backward(grad, tensor, weight, *options, [True, False, False])) == [*laid_out, *for_input]
+
+
+def test_gradients_of_softplus_are_in_float32_where_dtypes_differ() -> None:
+    backward = torch.ops.aten.softplus_backward
+    half, full = ones(8, 16, dtype=HALF), ones(8, 16)
+    assert runs(lambda: backward(half, half, 1, 20)) == [("SoftplusV2Grad", 3 * 256)]
+    assert ("SoftplusV2Grad", 3 * 512) in runs(lambda: backward(full, half, 1, 20))
+
+
+def test_lists_are_zeroed_and_copied_48_tensors_at_once() -> None:
+    """50 tensors of 16 floats, or of 16 in 16 bits; casts go along from CANN 9.1 on."""
+    tensors, others = [ones(16) for _ in range(50)], [ones(16) for _ in range(50)]
+    halves = [ones(16, dtype=HALF) for _ in range(50)]
+    assert runs(lambda: torch._foreach_zero_(tensors)) == [("ForeachZeroInplace", n * 64) for n in (48, 2)]
+    assert runs(lambda: torch._foreach_copy_(tensors, others)) == [("ForeachCopy", n * 128) for n in (48, 2)]
+    assert len(runs(lambda: torch._foreach_copy_(tensors, halves))) == 2
+    assert len(runs(lambda: torch._foreach_copy_(tensors, halves), (9, 0))) == 50
+
+
 def test_nothing_of_cann_runs_for_tensors_of_the_host() -> None:
     assert runs(lambda: torch.ones(8, 16).ne(-100))[-1] == ("ne", 512 + 128)

@@ -119,7 +119,12 @@ def test_dropout_writes_a_mask_of_bits_and_reads_it() -> None:
     x = bf16(1024)
     with Seen() as seen:
         torch.ops.npu._npu_dropout(x, 0.5)
-    assert seen.ran == [("DSAGenBitMask", 128), ("DropOutDoMask", 2 * 2048 + 128)]
+    drawn = [("DSAGenBitMask", 128), ("DropOutDoMask", 2 * 2048 + 128)]
+    assert seen.ran == drawn
+    with Seen() as seen:
+        torch.ops.aten.native_dropout(x, 0.5, True)
+        torch.ops.aten.native_dropout(x, 0.5, False)
+    assert seen.ran == [*drawn, ("TensorMove", 2 * 2048), ("Fill", 1024)]
 
 
 def test_gradients_of_a_linear_layer_are_two_products() -> None:

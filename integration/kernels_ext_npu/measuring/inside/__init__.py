@@ -12,6 +12,7 @@ from kernels_ext_npu.measuring.inside import (  # noqa: F401  their rows
     activations,
     attention,
     comparisons,
+    convolutions,
     copies,
     creation,
     experts,

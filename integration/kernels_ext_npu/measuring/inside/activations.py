@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from kernels_ext_npu.measuring.inside.table import Call, Kernel, nbytes, one_kernel, row
 
@@ -51,6 +52,37 @@ def _dropout(call: Call) -> Iterable[Kernel]:
     mask = next(tensor for tensor in call.results if tensor.dtype is torch.uint8)
     yield Kernel("DSAGenBitMask", nbytes(mask))
     yield call.main("DropOutDoMask", call.moved)
+
+
+_DROPOUT = "op-plugin NativeDropoutKernelNpuOpApi.cpp; ops-math random/dsa_gen_bit_mask and random/drop_out_do_mask"
+
+
+def _bits(tensor: Tensor) -> int:
+    """Return the bytes of a mask of one bit for each element, of 128 at a time."""
+    return -(-tensor.numel() // 128) * 16
+
+
+@row("native_dropout", source=_DROPOUT)
+def _native_dropout(call: Call) -> Iterable[Kernel]:
+    """Those of `_npu_dropout`; where nothing or all is left out, a TensorMove or Fill, and a Fill of the mask."""
+    given, p, train = call.tensor("input"), call.given["p"], call.given["train"]
+    if p in (0, 1) or train is False:
+        is_kept = p == 0 or train is False
+        yield call.main("TensorMove" if is_kept else "Fill", (1 + is_kept) * nbytes(given))
+        yield Kernel("Fill", given.numel())
+        return
+    yield Kernel("DSAGenBitMask", _bits(given))
+    yield call.main("DropOutDoMask", 2 * nbytes(given) + _bits(given))
+
+
+@row("native_dropout_backward", source=_DROPOUT)
+def _native_dropout_backward(call: Call) -> Iterable[Kernel]:
+    """DropOutDoMask; a TensorMove where nothing was left out, and a Fill where everything was."""
+    grad, scale = call.tensor("grad_output"), call.given["scale"]
+    if scale in (0, 1):
+        yield call.main("TensorMove" if scale else "Fill", (1 + bool(scale)) * nbytes(grad))
+    else:
+        yield call.main("DropOutDoMask", 2 * nbytes(grad) + _bits(grad))
 
 
 @row(

@@ -37,6 +37,40 @@ def _foreach(call: Call) -> Iterable[Kernel]:
         yield Kernel(name.strip("_").title(), moved, is_main=start == 0)
 
 
+@row(
+    "_foreach_zero_",
+    source="op-plugin ForeachZeroInplaceKernelNpuOpApi.cpp 26.1.0:55-80; torch, ATen/native/ForeachUtils.h",
+)
+def _foreach_zero(call: Call) -> Iterable[Kernel]:
+    """ForeachZeroInplace for 48 tensors; a ZerosLike for each where dtypes differ or are whole numbers."""
+    tensors = call.given["self"]
+    dtypes = {tensor.dtype for tensor in tensors}
+    is_fast = len(dtypes) == 1 and tensors[0].is_floating_point()
+    return _together(tensors, "ForeachZeroInplace" if is_fast else "ZerosLike", is_fast, [nbytes(t) for t in tensors])
+
+
+@row("_foreach_copy_", source="op-plugin ForeachCopyKernelOpApi.cpp 26.1.0:72-95,236-312 7.1.0:45-94")
+def _foreach_copy(call: Call) -> Iterable[Kernel]:
+    """ForeachCopy for 48 tensors and what is copied to them, of one dtype, or from CANN 9.1 on of 16 bits and float32;
+    otherwise a copy for each."""
+    pairs = list(zip(call.given["self"], call.given["src"]))
+    narrow = (torch.float16, torch.bfloat16)
+    is_cast = call.cann >= (9, 1) and all(
+        (a.dtype in narrow and b.dtype is torch.float32) or (b.dtype in narrow and a.dtype is torch.float32)
+        for a, b in pairs
+    )
+    is_fast = is_cast or all(a.dtype is b.dtype for a, b in pairs)
+    moved = [nbytes(a) + nbytes(b) for a, b in pairs]
+    return _together(call.given["self"], "ForeachCopy" if is_fast else "TensorMove", is_fast, moved)
+
+
+def _together(tensors: list[Tensor], kernel: str, is_fast: bool, moved: list[int]) -> Iterable[Kernel]:
+    """Give a kernel for 48 tensors, or one for each."""
+    at_once = _TENSORS if is_fast else 1
+    for start in range(0, len(tensors), at_once):
+        yield Kernel(kernel, sum(moved[start : start + at_once]), is_main=start == 0)
+
+
 def _is_list(value: object) -> bool:
     return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Tensor)
 

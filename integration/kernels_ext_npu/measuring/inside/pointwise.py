@@ -185,6 +185,20 @@ one_kernel(
 )
 one_kernel("gelu", kernel="Gelu", source="ops-nn activation/gelu, gelu_v2, aclnn_gelu.cpp and aclnn_gelu_v2.cpp")
 one_kernel("softplus", kernel="SoftplusV2", source="ops-nn activation/softplus_v2, aclnn_softplus.cpp 9.1.0:110-153")
+
+
+@row(
+    "softplus_backward",
+    source="ops-nn activation/softplus_v2_grad/op_host/op_api/aclnn_softplus_backward.cpp 8.5.0:141-167 9.x:140-166; "
+    "op-plugin op_plugin_functions.yaml",
+)
+def _softplus_backward(call: Call) -> Iterable[Kernel]:
+    """SoftplusV2Grad, in float32 where the gradient and the tensor differ in dtype, which are cast then."""
+    operands = [call.tensor("grad_output"), call.tensor("self")]
+    dtypes = {operand.dtype for operand in operands}
+    return computed(call, "SoftplusV2Grad", operands, dtypes.pop() if len(dtypes) == 1 else torch.float32)
+
+
 one_kernel("relu", kernel="Relu", source="ops-nn activation/relu/op_api/aclnn_relu.cpp:88-124")
 one_kernel("threshold_backward", kernel="ReluGrad", source="ops-nn activation/threshold_grad_v2_d 9.1.0:103-159")
 one_kernel("hardtanh_backward", kernel="HardtanhGrad", source="ops-nn activation/hardtanh_grad, …_backward.cpp:95-150")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
 
 import torch
 from torch import Tensor
@@ -171,33 +170,3 @@ def _grouped_mm(call: Call) -> Iterable[Kernel]:
     groups = call.tensor("offs").numel()
     for _ in range(groups):
         yield call.main("MatMulV3", call.moved // groups)
-
-
-_CHANNELS = 16  # that the layouts of convolutions keep together
-
-
-@row(
-    "convolution",
-    source="ops-nn conv/convolution_forward/op_host/op_api/aclnn_convolution.cpp 9.1.0:2414-2600, 4516-4680 (8.5.0 and "
-    "9.0.0 call the same kernels); op-plugin Convolution",
-)
-def _convolution(call: Call) -> Iterable[Kernel]:
-    """TransData of the input and of the filters into the layouts that Conv2D reads, with channels in groups of 16, the
-    Conv2D, and TransData of what it gives. Filters of one channel each take 16 times their bytes there."""
-    tensor, weight, result = call.tensor("input"), call.tensor("weight"), call.result
-    kernel_size = prod(weight.shape[2:])
-    read, written = _padded(tensor), _padded(result)
-    filters = _rounded(weight.shape[0]) * _rounded(weight.shape[1]) * kernel_size * weight.element_size()
-    yield Kernel("TransData", nbytes(tensor) + read, workspace=read)
-    yield Kernel("TransData", nbytes(weight) + filters, workspace=filters)
-    yield call.main("Conv2D", read + filters + written, workspace=written)
-    yield Kernel("TransData", written + nbytes(result))
-
-
-def _padded(tensor: Tensor) -> int:
-    """Return the bytes of a tensor whose channels, along dimension 1, are rounded up."""
-    return nbytes(tensor) // max(1, tensor.shape[1]) * _rounded(tensor.shape[1])
-
-
-def _rounded(channels: int) -> int:
-    return -(-channels // _CHANNELS) * _CHANNELS

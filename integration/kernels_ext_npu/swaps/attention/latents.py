@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from kernels_ext_npu.matching.fingerprint import computes_as
 from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swaps.attention import indexers, serving
+from kernels_ext_npu.swaps.attention.head_products import HeadProducts
 from kernels_ext_npu.swaps.linear.plain_linear import why_not_plain
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.transformers_internals import cells
@@ -117,37 +118,38 @@ class Latents:
 
         It is called with queries of latents, latents as keys and as values, and the rotated parts of both.
         """
-        nope, rope, _ = self.cast
-        absorbed, rotated = self._absorbed(query)
-        return self._values_of(attend(absorbed, nope, nope, (rotated, rope)))
+        nope, rope, weight = self.cast
+        by_head = HeadProducts(weight, self.module.qk_nope_head_dim, query)
+        absorbed, rotated = self._absorbed(query, by_head)
+        return _values_of(attend(absorbed, nope, nope, (rotated, rope)), by_head)
 
     def attend_chosen(
         self, attend: Callable[..., Tensor], query: Tensor, mask: Any, indices: Tensor, *options: Any
     ) -> Tensor:
         """Return the same of what attends to chosen keys, for some queries at a time: absorbed they are larger."""
-        parts, (latents, rope) = [], (tensor[:, 0] for tensor in self.cast[:2])
+        parts, (latents, rope), weight = [], (tensor[:, 0] for tensor in self.cast[:2]), self.cast[2]
         for begin in range(0, query.shape[2], _AT_A_TIME):
             end = min(begin + _AT_A_TIME, query.shape[2])
             rows = mask
             if end - begin < query.shape[2]:
                 rows = mask[:, :, begin:end] if isinstance(mask, Tensor) else mask.of_queries(begin, end)
-            few = torch.cat(self._absorbed(query[:, :, begin:end]), dim=-1).transpose(1, 2)
-            parts.append(self._values_of(attend(few, latents, rope, indices[:, begin:end], rows, *options)))
+            part = query[:, :, begin:end]
+            by_head = HeadProducts(weight, self.module.qk_nope_head_dim, part)
+            few = torch.cat(self._absorbed(part, by_head), dim=-1).transpose(1, 2)
+            parts.append(_values_of(attend(few, latents, rope, indices[:, begin:end], rows, *options), by_head))
         return torch.cat(parts, dim=1)
 
-    def _absorbed(self, query: Tensor) -> tuple[Tensor, Tensor]:
+    def _absorbed(self, query: Tensor, by_head: HeadProducts) -> tuple[Tensor, Tensor]:
         """Return queries of latents, ``[B, N, S_q, R]``, and the part that is rotated, ``[B, N, S_q, R_r]``."""
         split, query = self.module.qk_nope_head_dim, query.to(self.dtype)
-        by_head = query[..., :split].transpose(0, 1).flatten(1, 2)
-        absorbed = torch.bmm(by_head, self.cast[2][:, :split]).unflatten(1, (len(query), -1)).transpose(0, 1)
-        return absorbed, query[..., split:]
+        absorbed = by_head.absorb(query[..., :split].transpose(0, 1).flatten(1, 2))
+        return absorbed.unflatten(1, (len(query), -1)).transpose(0, 1), query[..., split:]
 
-    def _values_of(self, result: Tensor) -> Tensor:
-        """Return ``[B, S_q, N, D_v]`` of sums of latents, ``[B, S_q, N, R]``."""
-        by_head = result.permute(2, 0, 1, 3).flatten(1, 2)
-        weight = self.cast[2][:, self.module.qk_nope_head_dim :]
-        values = torch.bmm(by_head, weight.transpose(1, 2)).unflatten(1, (len(result), -1))
-        return values.permute(1, 2, 0, 3).contiguous()
+
+def _values_of(result: Tensor, by_head: HeadProducts) -> Tensor:
+    """Return ``[B, S_q, N, D_v]`` of sums of latents, ``[B, S_q, N, R]``."""
+    values = by_head.expand_values(result.permute(2, 0, 1, 3).flatten(1, 2))
+    return values.unflatten(1, (len(result), -1)).permute(1, 2, 0, 3).contiguous()
 
 
 def expanded(tensor: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ MECHANISMS = (
     ),
     Mechanism(
         "sums with the norm behind them",
-        ("swaps/add_norm_fusion.py", "matching/residual_norm_scan.py"),
+        ("swaps/add_norm_fusion.py", "matching/residual_norm_scan.py", "matching/layer_loop_scan.py"),
         acts=(TOKEN,),
         off=(("kernels_ext_npu.lifecycle.pipeline:SWAPS", _all_but("sums and norms")),),
     ),

@@ -89,7 +89,11 @@ WAY = (
     Step(
         "sums and norms",
         "During decoding, the residual sums behind attention and MLP are fused with the norms that follow.",
-        ("swaps.add_norm_fusion:apply", "matching.residual_norm_scan:sums_of"),
+        (
+            "swaps.add_norm_fusion:apply",
+            "matching.residual_norm_scan:sums_of",
+            "matching.layer_loop_scan:layer_loop",
+        ),
     ),
     Step(
         "call",

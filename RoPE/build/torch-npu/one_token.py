@@ -4,15 +4,19 @@
 and whoever has kept what a projection returned would find it rotated. It computes in float32 and rounds once, as
 ``npu_rotary_mul`` does: CANN's ops-transformer, posembedding/rope_with_sin_cos_cache/op_kernel. It has no derivative.
 
-The operator looks cos and sin up in a table of halves, which is made of them once for all layers. It stays with cos, as
-a copy: so only of a cos that was made while a graph was captured, or not, as it is used, since a replay writes to what
-was captured, and to nothing else.
+The operator looks cos and sin up in a table of halves, which is made of them once for all layers. It is kept as long as
+cos lives, as a copy: so only of a cos that was made while a graph was captured, or not, as it is used, since a replay
+writes to what was captured, and to nothing else. It is no attribute of cos: who saves a tensor saves what it holds.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .cann import CANN
 from .captures import capturing
@@ -23,13 +27,26 @@ _WIDEST_TOGETHER, _BYTES_TOGETHER = 128, 64
 # float32 values that a token fills, in head sizes: for each head, and besides; from CANN 9.0 on any number fits
 _EACH_HEAD, _BESIDES = (9, 0) if CANN < (8, 5) else (7, 10) if CANN < (9, 0) else (0, 0)
 _LOCAL_MEMORY = 192 * 1024  # bytes of a vector core, Atlas A2 and A3
-_MADE, _TABLE = "_rope_made", "_rope_table"
+
+
+@dataclass(eq=False)
+class _Made:
+    """Holds what is known of a cos for one token."""
+
+    sin: Tensor
+    in_graph: bool  # whether a graph makes them
+    times: int  # how often each angle is in them
+    key: Any = None  # what the table is for
+    table: tuple[Tensor, Tensor] | None = None
+
+
+_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # cos -> what is known of it
 
 
 def note_made(cos: Tensor, sin: Tensor, times: int) -> None:
     """Note how often cos and sin, ``[B, 1, D]`` or ``[B, 1, D/2]``, hold each angle, and whether a graph makes them."""
     if not torch.compiler.is_compiling():
-        setattr(cos, _MADE, (sin, capturing(), times))
+        _made[cos] = _Made(sin, capturing(), times)
 
 
 def rotate_one_token(
@@ -44,27 +61,28 @@ def rotate_one_token(
         sin: likewise.
         unsqueeze_dim: where cos and sin would get the dimension of the heads.
     """
-    made = getattr(cos, _MADE, None)
-    if made is None or made[0] is not sin or made[1] is not capturing() or cos.is_inference():
+    made = _made.get(cos)
+    if made is None or made.sin is not sin or made.in_graph is not capturing() or cos.is_inference():
         return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, cos, sin)):
         return None
-    key = (type(q), q.shape, k.shape, q.stride(), k.stride(), q.dtype, k.dtype, q.device, unsqueeze_dim)
-    kept = getattr(cos, _TABLE, None)
-    if kept is None or kept[0] != key or kept[1] != (cos._version, sin._version):
-        kept = (key, (cos._version, sin._version), _table(q, k, cos, sin, unsqueeze_dim))
-        setattr(cos, _TABLE, kept)
-    if kept[2] is None:
+    likes = type(q), q.shape, k.shape, q.stride(), k.stride(), q.dtype, k.dtype, q.device
+    key = (*likes, unsqueeze_dim, cos._version, sin._version)
+    if made.key != key:
+        made.key, made.table = key, _table(q, k, cos, sin, unsqueeze_dim, made.times)
+    if made.table is None:
         return None
-    positions, table = kept[2]
+    positions, table = made.table
     batch = q.shape[0]
     rotated = torch.ops.npu.npu_mrope(positions, q.view(batch, -1), k.view(batch, -1), table, q.shape[-1])
     return rotated[0].view(q.shape), rotated[1].view(k.shape)
 
 
-def _table(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> tuple[Tensor, Tensor] | None:
+def _table(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, times: int
+) -> tuple[Tensor, Tensor] | None:
     """Return which row of a table each sequence has, ``[B]``, and the table, ``[B or 1, D]``: halves of cos and sin."""
-    if not _fits(q, k, cos, sin, unsqueeze_dim):
+    if not _fits(q, k, cos, sin, unsqueeze_dim, times):
         return None
     rows, half = cos.shape[0], q.shape[-1] // 2
     batch, device = q.shape[0], q.device
@@ -72,10 +90,10 @@ def _table(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -
     return positions, torch.cat((cos[:, 0, :half], sin[:, 0, :half]), -1)
 
 
-def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
+def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, times: int) -> bool:
     """Tell whether ``npu_mrope`` takes them (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu."""
     dtype, device, size = q.dtype, q.device, q.shape[-1]
-    width = size // 2 * getattr(cos, _MADE)[2]
+    width = size // 2 * times
     return (
         unsqueeze_dim in (1, 2)
         and device.type == "npu"

@@ -1,7 +1,7 @@
 """q and k, rotated by one cos and sin.
 
 All layers of a model rotate by the same two tensors, and q and k have the same shapes and strides in all of them: what
-follows from those is kept with cos, for as long as cos lives.
+follows from those is kept for as long as cos lives, and not with it: who saves a tensor saves what it holds.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .distributed import is_distributed
 from .limits import DTYPES, HEAD_SIZE, fits_half, fits_half_gradient, fits_interleave
@@ -17,7 +18,8 @@ from .one_token import rotate_one_token
 from .rotation import check, rotate, rotate_back
 from .transforms import is_transformed
 
-_KEPT = "_rope_layout"
+# cos -> sin, what of q and k the layout is for, and the layout
+_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def rotate_both(
@@ -71,7 +73,7 @@ def _layout(
         return None
     likes = q.shape, k.shape, q.stride(), k.stride(), q.dtype, k.dtype, q.device
     key = (type(q), *likes, unsqueeze_dim, interleaved, trains_halves)
-    kept: tuple[Any, ...] | None = getattr(cos, _KEPT, None)
+    kept: tuple[Any, ...] | None = _kept.get(cos)
     if kept is not None and kept[0] is sin and kept[1] == key and not torch._C._len_torch_dispatch_stack():
         return kept[2]  # selective checkpointing counts operators: what it sees has to be the same again
     if is_distributed(q) or not _are_alike(q, k, cos, sin) or unsqueeze_dim not in (1, 2):
@@ -86,9 +88,9 @@ def _layout(
     shapes = (q_batch, q1, q2, size), (k_batch, k1, k2, size)
     layout = None
     if all(fits(s, table, itemsize) and (not trains_halves or fits_half_gradient(s, table)) for s in shapes):
-        # a view of cos itself would keep it alive, and be kept alive by it
+        # a view of cos itself would keep it alive
         layout = swap, cos.detach().unsqueeze(axis), sin.detach().unsqueeze(axis)
-    setattr(cos, _KEPT, (sin, key, layout))  # no class of ours: who saves a tensor saves what it holds
+    _kept[cos] = sin, key, layout
     return layout
 
 
@@ -120,7 +122,7 @@ def _rotate_both(q: Tensor, k: Tensor, layout: tuple[bool, Tensor, Tensor], mode
 
 
 class _Rotations(torch.autograd.Function):
-    """Rotates both as one node of autograd, which keeps cos and sin as they are kept with cos.
+    """Rotates both as one node of autograd, which keeps cos and sin as all layers have them.
 
     They are neither inputs nor outputs, and all layers share them: what save_for_backward looks after, in longer time,
     is that nobody writes to them before the backward.

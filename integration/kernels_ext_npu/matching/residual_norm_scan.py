@@ -37,7 +37,7 @@ _SUM = re.compile(rf"(?P<x>{_NAME}) = (?:(?P<left>{_NAME}) \+ (?P=x)|(?P=x) \+ (
 class Sums:
     """Holds the sums of a forward."""
 
-    # returns the forward with other functions in their place: ``normed(norm, x)``, ``add_norm(layer, norm, x,
+    # returns the forward with other functions in their place: ``normed(layer, norm, x)``, ``add_norm(layer, norm, x,
     # residual)``, which returns the norm and the sum, and ``added(layer, x, residual)``
     make: Callable[..., FunctionType]
     first: str | None  # the attribute of the norm that it begins with; None if it does not
@@ -76,7 +76,7 @@ def _rewritten(body: list[ast.stmt], me: str, given: str) -> tuple[list[ast.stmt
                 call = f"{x} = {_ADDED}({me}, {x}, {residual})"
         elif place == begin + 1 and re.fullmatch(f"{_NAME} = {given}", texts[begin]):
             first = _norm(now, me, given)
-            call = first and f"{given} = {_NORMED}({me}.{first}, {given})"
+            call = first and f"{given} = {_NORMED}({me}, {me}.{first}, {given})"
         new.append(ast.copy_location(ast.parse(call).body[0], body[place]) if call else body[place])
         place += taken
     return new, first, norms

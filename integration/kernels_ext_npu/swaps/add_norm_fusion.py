@@ -2,24 +2,30 @@
 
 A step of decoding costs the host its launches: two thirds of those that only add belong to a norm behind them. The
 forward of such layers is written anew (matching/residual_norm_scan.py), and computes where a layer of a swapped model
-decodes one token a sequence without gradients; everywhere else that of its class does. Each layer
-also norms its own result for the layer behind it, which takes that from the tensor if it is handed the same one.
+decodes one token a sequence without gradients; everywhere else that of its class does.
+
+Each layer also norms its own result for the layer behind it, while the forward of a model runs that hands that on and
+does nothing else with it (matching/layer_loop_scan.py). What was normed is kept beside that forward, never with a
+tensor, and where a hook or a wrapper sees what goes from layer to layer nothing is normed ahead.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
+import threading
 from collections import Counter
+from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kernels_ext_npu.binding import registration, step_aside
 from kernels_ext_npu.binding.forward_binding import layer_of, package_of
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, owner_of, set_forward
+from kernels_ext_npu.matching.layer_loop_scan import LayerLoop, layer_loop
 from kernels_ext_npu.matching.residual_norm_scan import Sums, sums_of
 from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swaps.protocol import Swapping
@@ -27,10 +33,26 @@ from kernels_ext_npu.swaps.protocol import Swapping
 REPOSITORY = "RMSNorm"
 # the layers of the kernel that one launch gives together with a sum
 _LAYERS = ("RMSNorm", "RMSNormCastLast")
-_NORMED = "_kernels_ext_npu_normed"
-_OWNER = "add_norm_fusion"
+_CALLS = (nn.Module.__call__, GradientCheckpointingLayer.__call__)  # of layers, as torch and transformers have them
+_OWNER, _LOOP_OWNER = "add_norm_fusion", "layer_loop"
 
-_behind: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()  # of layers
+
+@dataclass(eq=False)
+class _Loop:
+    """Holds what goes from layer to layer in one call of the forward of a model."""
+
+    behind: dict[nn.Module, nn.Module]  # each layer but the last one -> the one behind it
+    running: nn.Module | None = None  # the layer whose forward runs: one that runs inside of it is not of this loop
+    normed: tuple[nn.Module, Tensor, Tensor] | None = None  # a norm, what it takes next, and what it gives of that
+
+
+class _Running(threading.local):
+    """Holds what runs in this thread."""
+
+    loop: _Loop | None = None  # the innermost
+
+
+_running = _Running()
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
@@ -43,10 +65,13 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             kernel = None if sums is None else _kernel_of(module, sums)
             if kernel is not None or "forward" in vars(module):
                 set_forward(module, kernel and _forward_of(cls.forward, sums, kernel), _OWNER)  # type: ignore[arg-type]
-    for layers in (m for cls, found in swapping.by_class.items() if issubclass(cls, nn.ModuleList) for m in found):
-        for before, behind in zip(layers, list(layers)[1:]):  # type: ignore[call-overload]
-            if owner_of(before) == owner_of(behind) == _OWNER:
-                _behind[before] = weakref.ref(behind)
+    for cls, modules in swapping.by_class.items():
+        for module in modules:
+            lists = [c for c in module._modules.values() if isinstance(c, nn.ModuleList)]
+            is_loop = any(owner_of(layer) == _OWNER for layers in lists for layer in layers)
+            loop = layer_loop(cls.forward) if is_loop else None
+            if loop is not None or "forward" in vars(module):
+                set_forward(module, loop and _forward_with(cls.forward, loop), _LOOP_OWNER)  # type: ignore[arg-type]
 
 
 def remark(model: nn.Module) -> str | None:
@@ -60,9 +85,10 @@ def remark(model: nn.Module) -> str | None:
 
 def hand_on(layer: nn.Module, x: Tensor) -> None:
     """Let what was normed for a layer be for the one behind it: the layer is not computed."""
-    carried = x.__dict__.get(_NORMED)
-    if carried is not None:
-        setattr(x, _NORMED, (_norm_behind(layer), *carried[1:]))
+    loop = _running.loop
+    if loop is not None and loop.normed is not None and loop.normed[1] is x:
+        norm = _norm_behind(layer, loop)
+        loop.normed = None if norm is None else (norm, *loop.normed[1:])
 
 
 def _kernel_of(module: nn.Module, sums: Sums) -> ModuleType | None:
@@ -83,16 +109,13 @@ def _forward_of(original: FunctionType, sums: Sums, kernel: ModuleType) -> Funct
         return kernel.add_then_norm(norm, x, residual)
 
     def added(layer: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
-        """Return the sum that a layer gives, and let it carry the norm with which the layer behind it begins.
-
-        Nobody may get the sum in between: what is written through ``.data`` is seen by no version. Nor is anything
-        where torch tells of none.
-        """
-        norm = None if x.is_inference() else _norm_behind(layer)
-        if norm is None or step_aside.steps_aside(norm) or not kernel.takes_sum(norm, x, residual):
+        """Return the sum that a layer gives, and keep the norm of it with which the layer behind it begins."""
+        loop = _loop_around(layer)
+        norm = None if loop is None else _norm_behind(layer, loop)
+        if loop is None or norm is None or step_aside.steps_aside(norm) or not kernel.takes_sum(norm, x, residual):
             return residual + x
         normed, total = kernel.add_then_norm(norm, x, residual)
-        setattr(total, _NORMED, (norm, total._version, normed))
+        loop.normed = norm, total, normed
         return total
 
     together = sums.make(_normed, add_norm, added)
@@ -101,7 +124,35 @@ def _forward_of(original: FunctionType, sums: Sums, kernel: ModuleType) -> Funct
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _decodes_one_token(self, args, kwargs):
             return type(self).forward(self, *args, **kwargs)
-        return together(self, *args, **kwargs)
+        loop = _running.loop
+        if loop is None or loop.running is not None:
+            return together(self, *args, **kwargs)
+        loop.running = self
+        try:
+            return together(self, *args, **kwargs)
+        finally:
+            loop.running = None
+
+    setattr(forward, MATCHED, original)
+    return forward  # type: ignore[return-value]
+
+
+@functools.cache
+def _forward_with(original: FunctionType, found: LayerLoop) -> FunctionType:
+    """Return the forward of models in whose loop layers norm for the next one, where their class has another one."""
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(self).forward is not original:
+            return type(self).forward(self, *args, **kwargs)
+        layers = self._modules.get(found.layers)
+        is_plain = type(layers) is nn.ModuleList and found.follows(args, kwargs)
+        outer = _running.loop
+        _running.loop = _Loop(dict(zip(layers, list(layers)[1:]))) if is_plain else None  # type: ignore
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _running.loop = outer
 
     setattr(forward, MATCHED, original)
     return forward  # type: ignore[return-value]
@@ -119,18 +170,25 @@ def _decodes_one_token(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) ->
     )
 
 
-def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """Return the norm with which a layer begins: what the layer before has made, if this is still its result."""
-    carried = x.__dict__.pop(_NORMED, None)
-    if carried is not None and carried[0] is norm and carried[1] == x._version:
-        return carried[2]
+def _normed(layer: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
+    """Return the norm with which a layer begins: what the layer before has made, where this is its result."""
+    loop = _loop_around(layer)
+    if loop is not None:
+        ahead, loop.normed = loop.normed, None
+        if ahead is not None and ahead[0] is norm and ahead[1] is x:
+            return ahead[2]
     return norm(x)
 
 
-def _norm_behind(layer: nn.Module) -> nn.Module | None:
+def _loop_around(layer: nn.Module) -> _Loop | None:
+    """Return the loop that has called a layer; None where something else did, such as a hook of another layer."""
+    loop = _running.loop
+    return loop if loop is not None and loop.running is layer else None
+
+
+def _norm_behind(layer: nn.Module, loop: _Loop) -> nn.Module | None:
     """Return the norm with which the layer behind one begins; None where something else may come first."""
-    reference = _behind.get(layer)
-    behind = None if reference is None else reference()
+    behind = loop.behind.get(layer)
     if behind is None or not (_is_called_alone(layer) and _is_called_alone(behind)):
         return None
     sums = sums_of(type(behind).forward)
@@ -143,9 +201,11 @@ def _is_called_alone(layer: nn.Module) -> bool:
     Inspection counts one layer of a kind, with a hook, and lets the others hand on what they are given, by a partial.
     """
     is_handed_on = _is_ours(getattr(vars(layer).get("forward"), "func", None))
+    if not is_handed_on and (owner_of(layer) != _OWNER or step_aside.steps_aside(layer)):
+        return False
     hooks = (*layer._forward_hooks.values(), *layer._forward_pre_hooks.values())
-    watches = has_hooks(layer) and not (hooks and all(map(_is_ours, hooks)))
-    return (is_handed_on or (owner_of(layer) == _OWNER and not step_aside.steps_aside(layer))) and not watches
+    is_watched = has_hooks(layer) and not (hooks and all(map(_is_ours, hooks)))
+    return type(layer).__call__ in _CALLS and layer._compiled_call_impl is None and not is_watched
 
 
 def _is_ours(function: Any) -> bool:

@@ -82,6 +82,12 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     ("dense", [("name_our_attention", 1), ("pickle_it", 1), ("restore_a_part", 277)]),
     *(("dense", [("call_with_padding", number)]) for number in range(4)),
     *(
+        (variant, [(act, number)])
+        for act in ("call_layers_one_after_another", "write_between_layers", "save_hidden_states")
+        for variant in ("dense", "experts", "linear attention")
+        for number in range(2)
+    ),
+    *(
         (variant, [("call_with_padded_sources_and_targets", number)])
         for variant in ("encoder and decoder", "relative positions", "two models in one")
         for number in range(4)

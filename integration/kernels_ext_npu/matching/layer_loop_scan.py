@@ -1,0 +1,128 @@
+"""Models that hand what one layer gives to the next one and to nothing else: found by the syntax tree.
+
+Most write
+
+    for i, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
+        hidden_states = layer(hidden_states, attention_mask=masks[self.config.layer_types[i]], **kwargs)
+
+so that between two layers no line of theirs has the hidden state. Others of the loop's statements may not name it, but
+for one under ``if given is not None``, where ``given`` is an argument of the forward: without that it does not run.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
+
+from kernels_ext_npu.matching.source_tree import function_tree
+
+_SEEN_THROUGH = ("transformers", "torch")  # whose decorators call what they decorate, and nothing in its place
+
+
+@dataclass(frozen=True)
+class LayerLoop:
+    """Describes the loop of a forward over its layers."""
+
+    layers: str  # the attribute of the list
+    parameters: tuple[str, ...]  # of the forward, behind the module itself
+    absent: frozenset[str]  # those of them that are None where layer follows on layer
+
+    def follows(self, args: tuple, kwargs: dict[str, object]) -> bool:
+        """Tell whether layer follows on layer in a call with these arguments."""
+        given = dict(zip(self.parameters, args)) | kwargs
+        return all(given.get(name) is None for name in self.absent)
+
+
+@cache
+def layer_loop(forward: object) -> LayerLoop | None:
+    """Return the loop over layers of a forward; None where it has none, or its source cannot be read."""
+    written = _below_decorators(forward)
+    tree = None if written is None else function_tree(written)
+    if tree is None or not tree.args.args:
+        return None
+    module, *parameters = (argument.arg for argument in tree.args.args)
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
+    for loop in loops:
+        name = _list_of(loop.iter, module)
+        uses = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n) == f"{module}.{name}"]
+        optional = {p for p in parameters if not _is_assigned(tree, p)}
+        if name is not None and len(uses) == 1 and (absent := _absent(loop, optional)) is not None:
+            return LayerLoop(name, tuple(parameters), frozenset(absent))
+    return None
+
+
+def _below_decorators(forward: object) -> FunctionType | None:
+    """Return the forward as it is in its file; None where others than transformers or torch have put something over it.
+
+    It may do what it likes in its place.
+    """
+    while isinstance(forward, FunctionType) and hasattr(forward, "__wrapped__"):
+        if str(forward.__globals__.get("__name__")).partition(".")[0] not in _SEEN_THROUGH:
+            return None
+        forward = forward.__wrapped__
+    return forward if isinstance(forward, FunctionType) else None
+
+
+def _list_of(iterated: ast.expr, module: str) -> str | None:
+    """Return the attribute of ``module.attribute``, perhaps a slice of it, or counted; None for anything else."""
+    if isinstance(iterated, ast.Call) and ast.unparse(iterated.func) == "enumerate" and len(iterated.args) == 1:
+        iterated = iterated.args[0]
+    if isinstance(iterated, ast.Subscript) and isinstance(iterated.slice, ast.Slice):
+        iterated = iterated.value
+    is_attribute = isinstance(iterated, ast.Attribute) and ast.unparse(iterated.value) == module
+    return iterated.attr if is_attribute else None  # type: ignore[attr-defined]
+
+
+def _absent(loop: ast.For, optional: set[str]) -> set[str] | None:
+    """Return the parameters without which no statement but the call of a layer has the hidden state.
+
+    None where another one has it in any case.
+    """
+    layer = ast.unparse(loop.target.elts[-1] if isinstance(loop.target, ast.Tuple) else loop.target)
+    calls = [s for s in loop.body if isinstance(s, ast.Assign) and _called(s.value) == layer]
+    if len(calls) != 1 or loop.orelse or len(calls[0].targets) != 1:
+        return None
+    (target,), call = calls[0].targets, calls[0].value
+    given, result = call.args[:1], target.elts[0] if isinstance(target, ast.Tuple) else target  # type: ignore
+    if not (given and isinstance(given[0], ast.Name) and isinstance(result, ast.Name)):
+        return None
+    hidden = {given[0].id, result.id}
+    others = [*call.args[1:], *(keyword.value for keyword in call.keywords)]  # type: ignore[attr-defined]
+    if any(hidden & set(_names(other)) for other in others):
+        return None
+    takings = {f"{given[0].id} = {result.id}", f"{given[0].id} = {result.id}[0]"}
+    absent = set()
+    for statement in loop.body:
+        if statement is calls[0] or ast.unparse(statement) in takings or not {*hidden, layer} & set(_names(statement)):
+            continue
+        parameter = _needed(statement)
+        if parameter not in optional:
+            return None
+        absent.add(parameter)
+    return absent
+
+
+def _called(value: ast.expr) -> str | None:
+    return value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else None
+
+
+def _needed(statement: ast.stmt) -> str | None:
+    """Return the name of ``if name is not None [and ...]``, without which a statement does nothing."""
+    if not isinstance(statement, ast.If) or statement.orelse:
+        return None
+    test = statement.test
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        test = test.values[0]
+    name, _, rest = ast.unparse(test).partition(" ")
+    return name if rest == "is not None" else None
+
+
+def _is_assigned(tree: ast.AST, name: str) -> bool:
+    return any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store) for n in ast.walk(tree))
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    return (node.id for node in ast.walk(tree) if isinstance(node, ast.Name))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -57,9 +59,10 @@ def has_served(cls: type) -> bool:
 def is_added_elsewhere(cls: type) -> bool:
     """Tell whether the mask of a model with a config of a class is for others, too, which compute by themselves.
 
-    They do in models like Git, and get the mask that they would have.
+    They do in models like Git, and get the mask that they would have. What is in the same file, and belongs to models
+    with another config, as the audio encoders of Gemma 3n and 4, gets other masks.
     """
-    return any(map(classification.attends_by_itself, _attending(cls)))
+    return any(classification.attends_by_itself(part) for model in _models_with(cls) for part in _parts(model))
 
 
 def calls_by_name(module: nn.Module) -> bool:
@@ -114,6 +117,30 @@ def _attending(cls: type) -> list[type[nn.Module]]:
     files = {model.__module__ for model in _models_with(cls)}
     classes = [value for file in files for value in vars(sys.modules[file]).values() if isinstance(value, type)]
     return [value for value in classes if issubclass(value, nn.Module) and classification.attends(value)]
+
+
+@functools.cache
+def _parts(cls: type[nn.Module]) -> frozenset[type[nn.Module]]:
+    """Return a class with those that its methods name, and what these name: of what a model may be made."""
+    found, waiting = {cls}, [cls]
+    for each in waiting:  # grows while it runs
+        for named in _named_in(each) - found:
+            found.add(named)
+            waiting.append(named)
+    return frozenset(found)
+
+
+def _named_in(cls: type[nn.Module]) -> set[type[nn.Module]]:
+    """Return the modules that the methods of a class, and of those that it inherits from, name, also in tables."""
+    functions = [value for base in cls.__mro__ for value in vars(base).values() if inspect.isfunction(value)]
+    functions = [function for function in functions if not function.__module__.startswith("torch.")]
+    values = [function.__globals__.get(name) for function in functions for name in classification.names(function)]
+    tables = [list(value.values()) for value in values if isinstance(value, dict)]
+    return {value for value in (*values, *chain.from_iterable(tables)) if _is_module_class(value)}
+
+
+def _is_module_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module) and not issubclass(value, PreTrainedModel)
 
 
 def _models_with(cls: type) -> list[type[PreTrainedModel]]:

@@ -22,6 +22,12 @@ from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 Answer = TypeVar("Answer")
 
 PLAIN = "_kernels_ext_npu_plain_attention"  # an attribute of modules that restore() was called for
+# What a config names has one more thing to say, which no equality, file or reader of configs sees: which object it is.
+# A copy of a config has the same one, a pickle has a usual one. That of BY_DEFAULT is transformers' own choice, that of
+# ASKED is somebody's, and a model whose config has one of RESTORED makes its masks as transformers does.
+EAGER = "eager"
+BY_DEFAULT, ASKED = ("".join(EAGER) for _ in range(2))
+RESTORED = {name: "".join(name) for name in (EAGER, "sdpa")}
 ELSEWHERE = Reason("elsewhere", "it is on another device")
 CAPPED = Reason("no operator", "no operator: scores are capped, which none of torch_npu does")
 IN_FLOAT64 = Reason("device limit", "device limit: it is in float64")
@@ -87,8 +93,28 @@ def refusal(module: nn.Module, device: str | None, dtype: torch.dtype, softcap: 
 
 def stands_for(config: PreTrainedConfig) -> bool:
     """Tell whether the kernel stands for what a config names: for ``eager`` where transformers has nothing better."""
-    name, is_registered = config._attn_implementation, NPU_FLASH_ATTENTION.is_registered()
-    return is_registered and (name == "sdpa" or (name == "eager" and is_eager_by_default(type(config))))
+    is_registered = NPU_FLASH_ATTENTION.is_registered()
+    return is_registered and (config._attn_implementation == "sdpa" or stands_for_eager(config))
+
+
+def stands_for_eager(config: PreTrainedConfig) -> bool:
+    """Tell whether the kernel stands for a model's own formula: transformers has nothing better, and nobody named it."""
+    name = config._attn_implementation
+    return name == EAGER and name is not ASKED and is_eager_by_default(type(config))
+
+
+def note_restored(config: PreTrainedConfig) -> None:
+    """Let the models with a config make their masks as transformers does."""
+    name = config._attn_implementation
+    if name is not ASKED and name in RESTORED:
+        config._attn_implementation_internal = RESTORED[name]
+
+
+def forget_restored(config: PreTrainedConfig) -> None:
+    """Let the masks of models with a config be described again."""
+    name = config._attn_implementation
+    if name in RESTORED and name is RESTORED[name]:
+        config._attn_implementation_internal = BY_DEFAULT if name == EAGER else "sdpa"
 
 
 def is_ours(config: Any) -> bool:
@@ -99,6 +125,9 @@ def is_ours(config: Any) -> bool:
 def describes_masks(config: Any) -> bool:
     """Tell whether the masks of models with a config are described: they only hand them on, to what is served."""
     if not isinstance(config, PreTrainedConfig) or not stands_for(config):
+        return False
+    name = config._attn_implementation
+    if name is RESTORED.get(name):
         return False
     return has_served(type(config)) and not is_added_elsewhere(type(config))
 

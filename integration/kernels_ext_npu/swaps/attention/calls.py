@@ -2,8 +2,9 @@
 
 The kernel FlashAttention is the implementation ``npu_flash_attention``, for who names it, and what ``sdpa`` means on
 the NPU while kernels are registered; so does ``eager`` for models that transformers gives nothing better, unless
-somebody named it. No config says so: what reads the name of an implementation, or wraps one, finds what it would without kernels. Where the kernel
-does not serve, and on other devices, the function computes that was in its place, from the mask that it would be given.
+somebody named it. No config says so: what reads the name of an implementation, or wraps one, finds what it would
+without kernels. Where the kernel does not serve, and on other devices, the function computes that was in its place,
+from the mask that it would be given.
 
 A batch is known to be packed by its positions, which transformers reads from the device for every mask of a forward.
 Positions that nobody gave, which a model counts itself, are those of one sequence: here they are not looked at. Others

@@ -98,7 +98,7 @@ def stands_for(config: PreTrainedConfig) -> bool:
 
 
 def stands_for_eager(config: PreTrainedConfig) -> bool:
-    """Tell whether the kernel stands for a model's own formula: transformers has nothing better, and nobody named it."""
+    """Tell whether the kernel stands for a model's own formula, which transformers chose for want of a better one."""
     name = config._attn_implementation
     return name == EAGER and name is not ASKED and is_eager_by_default(type(config))
 

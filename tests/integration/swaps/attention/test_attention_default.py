@@ -81,6 +81,22 @@ def test_towers_give_lengths_and_take_one_launch_a_layer(registered) -> None:
         torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_biases_of_positions_are_those_of_eager_attention(registered) -> None:
+    """With their gradients: transformers 5.22.2 takes them for masks of sdpa where torch_npu is installed."""
+    plain, model = zoo.build("swin"), kernels_ext_npu.kernelize(zoo.build("swin").to("npu"))
+    plain.set_attn_implementation("eager")
+    expected = plain(**zoo.inputs("swin", plain)).last_hidden_state
+    found = model(**zoo.inputs("swin", model)).last_hidden_state
+    expected.square().mean().backward()
+    found.square().mean().backward()
+    # both are float32, with sums in another order: values of size one differ by some 1e-6
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
+    for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        if "bias_table" in name:
+            assert one.grad.abs().max() > 0
+            torch.testing.assert_close(other.grad.cpu(), one.grad, atol=1e-5, rtol=1e-4)
+
+
 # ---- when it is not --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("named", ["eager", "flash_attention_2"])
 def test_a_name_that_was_chosen_stays(registered, named) -> None:

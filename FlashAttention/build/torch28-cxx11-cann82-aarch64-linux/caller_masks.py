@@ -80,10 +80,14 @@ def _left_out(mask: Tensor) -> Tensor | None:
 
 
 def _inverse(mask: Tensor) -> Tensor | None:
-    """Compute what a mask leaves out. The host waits for it where the mask is floating, and known not to be learnt."""
+    """Compute what a mask leaves out. The host waits for it where the mask is floating, and not known to be a bias.
+
+    Which keys a query sees is one for all heads; what a head has of its own is a bias, which each layer makes anew.
+    """
     if not mask.is_floating_point():
         return mask.logical_not()
-    if mask.requires_grad or torch.compiler.is_compiling() or isinstance(mask, FakeTensor):
+    is_of_heads = mask.shape[1] > 1 and mask.stride(1) != 0
+    if is_of_heads or mask.requires_grad or torch.compiler.is_compiling() or isinstance(mask, FakeTensor):
         return None
     left_out = mask <= torch.finfo(mask.dtype).min / 2
     return left_out if bool((left_out | (mask == 0)).all()) else None

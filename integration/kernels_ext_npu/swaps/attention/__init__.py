@@ -70,6 +70,8 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     for module in swapping.modules:
         if serving.PLAIN in vars(module) and module not in registration.restored:
             delattr(module, serving.PLAIN)
+        if isinstance(module, PreTrainedModel) and module not in registration.restored:
+            serving.forget_restored(module.config)
     if NPU_FLASH_ATTENTION.is_registered():
         patches = swapping.registration.patches
         for cls in {base for each in swapping.by_class for base in each.__mro__}:
@@ -86,6 +88,8 @@ def revert(model: nn.Module) -> None:
     for module in model.modules():
         if serving.calls_by_name(module) or indexers.is_indexer(module):
             setattr(module, serving.PLAIN, True)
+        if isinstance(module, PreTrainedModel):
+            serving.note_restored(module.config)
 
 
 def rows(model: nn.Module) -> Iterator[Row]:

@@ -1,9 +1,10 @@
 """The functions and masks that transformers calls by the name of an attention implementation.
 
 The kernel FlashAttention is the implementation ``npu_flash_attention``, for who names it, and what ``sdpa`` means on
-the NPU while kernels are registered; so does ``eager`` for models that transformers gives nothing better. No config
-says so: what reads the name of an implementation, or wraps one, finds what it would without kernels. Where the kernel
-does not serve, and on other devices, the function computes that was in its place, from the mask that it would be given.
+the NPU while kernels are registered; so does ``eager`` for models that transformers gives nothing better, unless
+somebody named it. No config says so: what reads the name of an implementation, or wraps one, finds what it would
+without kernels. Where the kernel does not serve, and on other devices, the function computes that was in its place,
+from the mask that it would be given.
 
 A batch is known to be packed by its positions, which transformers reads from the device for every mask of a forward.
 Positions that nobody gave, which a model counts itself, are those of one sequence: here they are not looked at. Others
@@ -93,7 +94,7 @@ def stand_in(
     is_described = not (attention_mask is None or isinstance(attention_mask, Tensor))
     is_served = (
         NPU_FLASH_ATTENTION.is_registered()
-        and (is_sdpa or serving.is_eager_by_default(type(module.config)))
+        and (is_sdpa or serving.stands_for_eager(module.config))
         and serving.refusal(module, query.device.type, query.dtype, kwargs.get("softcap")) is None
         and kwargs.get("position_bias") is None
         and not kwargs.get("output_attentions", getattr(module.config, "output_attentions", False))

@@ -11,10 +11,11 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from transformers.utils import generic
 from transformers.utils.generic import is_flash_attention_requested
 
 from kernels_ext_npu.binding.patches import Patches
@@ -25,15 +26,23 @@ from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 _MASKS = "transformers.masking_utils"
 FILES = (_MASKS, "transformers.models.")  # of transformers, those that are answered
 _QUESTION = is_flash_attention_requested.__name__
+_SHARED = "transformers.vision_utils"  # what towers count their sequences with
+_LONGEST = "get_max_seqlen"  # transformers 5.22
 
 
 def answer_files(files: Iterable[str], patches: Patches) -> None:
     """Answer files, by their names, if they ask; whose source cannot be read is taken to give lengths."""
-    for name in files:
-        is_answered = name in sys.modules and (name.startswith(FILES) or not name.startswith("transformers."))
-        if is_answered and vars(sys.modules[name]).get(_QUESTION) is is_flash_attention_requested:
+    for name in (*files, _SHARED):
+        is_answered = name.startswith((*FILES, _SHARED)) or not name.startswith("transformers.")
+        if name not in sys.modules or not is_answered:
+            continue
+        file = sys.modules[name]
+        if vars(file).get(_QUESTION) is is_flash_attention_requested:
             answer = functools.partial(_is_flash_attention, name != _MASKS and _writes_lengths(name))
-            patches.attribute(sys.modules[name], _QUESTION, answer)
+            patches.attribute(file, _QUESTION, answer)
+        longest = vars(generic).get(_LONGEST)
+        if longest is not None and vars(file).get(_LONGEST) is longest:
+            patches.attribute(file, _LONGEST, functools.partial(_max_seqlen, longest))
 
 
 def gives_lengths(cls: type[nn.Module]) -> bool:
@@ -58,3 +67,12 @@ def _is_flash_attention(
     if version is None and (is_named or (gives_lengths and config is not None and is_ours(config))):
         return gives_lengths
     return is_flash_attention_requested(config, requested, version)
+
+
+def _max_seqlen(
+    original: Callable, cu_seqlens: Tensor, config: Any, kwargs: dict | None = None, kwarg_name: str = "max_seqlen"
+) -> int | None:
+    """Return how long the longest sequence is, in place of ``get_max_seqlen``: to ours what the caller says."""
+    if NPU_FLASH_ATTENTION.is_named_by(config):
+        return None if kwargs is None else kwargs.pop(kwarg_name, None)
+    return original(cu_seqlens, config, kwargs, kwarg_name)

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.distribution import sources
+from kernels_ext_npu.swaps.attention import serving
 from kernels_ext_npu.swaps.attention.serving import calls_by_name, is_added_elsewhere
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
@@ -60,7 +61,11 @@ def check_and_adjust(
     """
     name = canonical_name(requested)
     if name not in NPU_FLASH_ATTENTION.names:
-        return original(self, requested, *args, **kwargs)
+        found = original(self, requested, *args, **kwargs)
+        # a model inside another one is asked for what was found for that
+        kept = (serving.BY_DEFAULT, serving.RESTORED[serving.EAGER])
+        by_default = requested is None or any(requested is each for each in kept)
+        return found if found != serving.EAGER else serving.BY_DEFAULT if by_default else serving.ASKED
     default = original(self, None, *args, **kwargs)
     if not self._can_set_attn_implementation() or is_added_elsewhere(type(self.config)):
         warnings.warn(
@@ -82,10 +87,26 @@ def set_implementation(
     before = {id(config): (config, config._attn_implementation) for config in configs}  # one config is that of many
     try:
         original(self, canonical_name(requested), *args, **kwargs)
+        top = requested.get("", None) if isinstance(requested, dict) else requested
+        if top == serving.EAGER:  # transformers leaves alone what names it already
+            self.config._attn_implementation_internal = serving.ASKED
+        for config, implementation in before.values():
+            named = config._attn_implementation
+            if named == serving.EAGER and named is not implementation and serving.EAGER in _all_names(requested):
+                config._attn_implementation_internal = serving.ASKED
     finally:
         for config, implementation in before.values():
             if NPU_FLASH_ATTENTION.is_named_by(config) and implementation not in NPU_FLASH_ATTENTION.names:
                 NPU_FLASH_ATTENTION.set_in(config, implementation, config._attn_implementation)
+
+
+def _all_names(requested: Any) -> Iterator[Any]:
+    """Yield every name that is asked for, of whatever part of a model."""
+    if isinstance(requested, dict):
+        for value in requested.values():
+            yield from _all_names(value)
+    else:
+        yield requested
 
 
 def _tree(config: Any) -> Iterator[PreTrainedConfig]:

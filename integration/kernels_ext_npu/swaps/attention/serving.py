@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +22,12 @@ from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 Answer = TypeVar("Answer")
 
 PLAIN = "_kernels_ext_npu_plain_attention"  # an attribute of modules that restore() was called for
+# What a config names has one more thing to say, which no equality, file or reader of configs sees: which object it is.
+# A copy of a config has the same one, a pickle has a usual one. That of BY_DEFAULT is transformers' own choice, that of
+# ASKED is somebody's, and a model whose config has one of RESTORED makes its masks as transformers does.
+EAGER = "eager"
+BY_DEFAULT, ASKED = ("".join(EAGER) for _ in range(2))
+RESTORED = {name: "".join(name) for name in (EAGER, "sdpa")}
 ELSEWHERE = Reason("elsewhere", "it is on another device")
 CAPPED = Reason("no operator", "no operator: scores are capped, which none of torch_npu does")
 IN_FLOAT64 = Reason("device limit", "device limit: it is in float64")
@@ -57,9 +65,10 @@ def has_served(cls: type) -> bool:
 def is_added_elsewhere(cls: type) -> bool:
     """Tell whether the mask of a model with a config of a class is for others, too, which compute by themselves.
 
-    They do in models like Git, and get the mask that they would have.
+    They do in models like Git, and get the mask that they would have. What is in the same file, and belongs to models
+    with another config, as the audio encoders of Gemma 3n and 4, gets other masks.
     """
-    return any(map(classification.attends_by_itself, _attending(cls)))
+    return any(classification.attends_by_itself(part) for model in _models_with(cls) for part in _parts(model))
 
 
 def calls_by_name(module: nn.Module) -> bool:
@@ -84,8 +93,28 @@ def refusal(module: nn.Module, device: str | None, dtype: torch.dtype, softcap: 
 
 def stands_for(config: PreTrainedConfig) -> bool:
     """Tell whether the kernel stands for what a config names: for ``eager`` where transformers has nothing better."""
-    name, is_registered = config._attn_implementation, NPU_FLASH_ATTENTION.is_registered()
-    return is_registered and (name == "sdpa" or (name == "eager" and is_eager_by_default(type(config))))
+    is_registered = NPU_FLASH_ATTENTION.is_registered()
+    return is_registered and (config._attn_implementation == "sdpa" or stands_for_eager(config))
+
+
+def stands_for_eager(config: PreTrainedConfig) -> bool:
+    """Tell whether the kernel stands for a model's own formula, which transformers chose for want of a better one."""
+    name = config._attn_implementation
+    return name == EAGER and name is not ASKED and is_eager_by_default(type(config))
+
+
+def note_restored(config: PreTrainedConfig) -> None:
+    """Let the models with a config make their masks as transformers does."""
+    name = config._attn_implementation
+    if name is not ASKED and name in RESTORED:
+        config._attn_implementation_internal = RESTORED[name]
+
+
+def forget_restored(config: PreTrainedConfig) -> None:
+    """Let the masks of models with a config be described again."""
+    name = config._attn_implementation
+    if name in RESTORED and name is RESTORED[name]:
+        config._attn_implementation_internal = BY_DEFAULT if name == EAGER else "sdpa"
 
 
 def is_ours(config: Any) -> bool:
@@ -96,6 +125,9 @@ def is_ours(config: Any) -> bool:
 def describes_masks(config: Any) -> bool:
     """Tell whether the masks of models with a config are described: they only hand them on, to what is served."""
     if not isinstance(config, PreTrainedConfig) or not stands_for(config):
+        return False
+    name = config._attn_implementation
+    if name is RESTORED.get(name):
         return False
     return has_served(type(config)) and not is_added_elsewhere(type(config))
 
@@ -114,6 +146,30 @@ def _attending(cls: type) -> list[type[nn.Module]]:
     files = {model.__module__ for model in _models_with(cls)}
     classes = [value for file in files for value in vars(sys.modules[file]).values() if isinstance(value, type)]
     return [value for value in classes if issubclass(value, nn.Module) and classification.attends(value)]
+
+
+@functools.cache
+def _parts(cls: type[nn.Module]) -> frozenset[type[nn.Module]]:
+    """Return a class with those that its methods name, and what these name: of what a model may be made."""
+    found, waiting = {cls}, [cls]
+    for each in waiting:  # grows while it runs
+        for named in _named_in(each) - found:
+            found.add(named)
+            waiting.append(named)
+    return frozenset(found)
+
+
+def _named_in(cls: type[nn.Module]) -> set[type[nn.Module]]:
+    """Return the modules that the methods of a class, and of those that it inherits from, name, also in tables."""
+    functions = [value for base in cls.__mro__ for value in vars(base).values() if inspect.isfunction(value)]
+    functions = [function for function in functions if not function.__module__.startswith("torch.")]
+    values = [function.__globals__.get(name) for function in functions for name in classification.names(function)]
+    tables = [list(value.values()) for value in values if isinstance(value, dict)]
+    return {value for value in (*values, *chain.from_iterable(tables)) if _is_module_class(value)}
+
+
+def _is_module_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module) and not issubclass(value, PreTrainedModel)
 
 
 def _models_with(cls: type) -> list[type[PreTrainedModel]]:

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -81,6 +81,22 @@ def test_towers_give_lengths_and_take_one_launch_a_layer(registered) -> None:
         torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_biases_of_positions_are_those_of_eager_attention(registered) -> None:
+    """With their gradients: transformers 5.22.2 takes them for masks of sdpa where torch_npu is installed."""
+    plain, model = zoo.build("swin"), kernels_ext_npu.kernelize(zoo.build("swin").to("npu"))
+    plain.set_attn_implementation("eager")
+    expected = plain(**zoo.inputs("swin", plain)).last_hidden_state
+    found = model(**zoo.inputs("swin", model)).last_hidden_state
+    expected.square().mean().backward()
+    found.square().mean().backward()
+    # both are float32, with sums in another order: values of size one differ by some 1e-6
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
+    for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        if "bias_table" in name:
+            assert one.grad.abs().max() > 0
+            torch.testing.assert_close(other.grad.cpu(), one.grad, atol=1e-5, rtol=1e-4)
+
+
 # ---- when it is not --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("named", ["eager", "flash_attention_2"])
 def test_a_name_that_was_chosen_stays(registered, named) -> None:
@@ -90,6 +106,28 @@ def test_a_name_that_was_chosen_stays(registered, named) -> None:
     assert implementation(model) == named
     assert reasons(model) == {f"the attention implementation {named} was asked for"}
     assert named != "eager" or launches(model) == 0
+
+
+@pytest.mark.parametrize("way", ["from_pretrained", "from_config", "config", "set_attn_implementation"])
+def test_a_formula_of_its_own_that_was_named_stays(registered, tmp_path, way) -> None:
+    """Also where transformers has nothing better, and takes it unasked, for which ours stands."""
+    unasked, named = build("gpt_oss"), {"attn_implementation": "eager"}
+    unasked.save_pretrained(tmp_path)
+    if way == "from_pretrained":
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, **named)
+    elif way == "from_config":
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), **named)
+    elif way == "config":
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path, **named))
+    else:
+        model = copy.deepcopy(unasked)
+        model.set_attn_implementation("eager")
+    for each in (model, copy.deepcopy(model)):
+        kernels_ext_npu.kernelize(each.to("npu"))
+        assert reasons(each) == {"the attention implementation eager was asked for"}
+        assert launches(each) == 0
+    for other in (unasked, AutoModelForCausalLM.from_config(unasked.config)):
+        assert launches(other.to("npu")) == 2
 
 
 @pytest.mark.parametrize(
@@ -139,6 +177,24 @@ def test_restore_gives_a_model_its_own_until_it_is_kernelized_again(registered, 
     assert reasons(model) == reasons(copy.deepcopy(model)) == {RESTORED}
     assert name == "qwen3" or launches(model.to("cpu").to("npu").train()) == 0
     assert reasons(kernels_ext_npu.kernelize(model)) == set()
+    assert launches(model) == 2
+
+
+@pytest.mark.parametrize("batch", ["plain", "left padding"])
+@pytest.mark.parametrize("name", [*DEFAULTS, "gemma3"])
+def test_a_restored_model_makes_the_masks_of_transformers(name, batch) -> None:
+    model, masks = build(name).to("npu"), []
+    for layer in model.model.layers:
+        note = lambda _module, _args, kwargs: masks.append(kwargs["attention_mask"])  # noqa: E731
+        layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
+    inputs = on_npu(BATCHES[batch]())
+    expected = model(**inputs).logits
+    kernels_ext_npu.restore(kernels_ext_npu.kernelize(model))
+    assert torch.equal(model(**inputs).logits, expected)
+    plain, restored = masks[:2], masks[2:]
+    assert [type(mask) for mask in restored] == [type(mask) for mask in plain]
+    assert all(mask is None or torch.equal(mask, other) for mask, other in zip(plain, restored, strict=True))
+    kernels_ext_npu.kernelize(model)
     assert launches(model) == 2
 
 

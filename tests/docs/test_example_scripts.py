@@ -109,18 +109,13 @@ def said(result: subprocess.CompletedProcess[str]) -> str:
         ("vision_language.py empty", "empty is no model: it has no config.json"),
         ("trainer.py empty", "there is no train.jsonl: write one as the first lines of the script say, or take --tiny"),
         ("trl_sft.py empty rows.jsonl", "there is no rows.jsonl: write one"),
-        (
-            "split_sequences.py --tiny",
-            "torchrun has to start it, as in `TORCH_.*=0 torchrun --nproc-per-node 8 -m soft",
-        ),
+        ("split_sequences.py --tiny", "torchrun has to start it, as in `TORCH_DEVICE_BACKEND_AUTOLOAD=0 torchrun --"),
     ],
 )
 def test_what_is_missing_is_said_in_a_sentence(command: str, sentence: str, tmp_path: Path, run_forked) -> None:
     (tmp_path / "empty").mkdir()
     script, *arguments = command.split()
-    result = run_forked(
-        None, "-m", "softnpu", str(EXAMPLES / script), *arguments, directory=tmp_path, check=False, HF_HUB_OFFLINE="1"
-    )
+    result = run_forked(None, "-m", "softnpu", str(EXAMPLES / script), *arguments, directory=tmp_path, check=False)
     assert said(result).startswith(f"{script}: {sentence}")
 
 

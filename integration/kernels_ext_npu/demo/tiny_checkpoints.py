@@ -94,7 +94,8 @@ def save(name: str, folder: Path) -> None:
         chat_template=_CHATML,
     )
     text.eos_token_id = wrapped.eos_token_id
-    random_model(config).save_pretrained(folder)
+    with torch.random.fork_rng(devices=[]):  # what a script draws is the same with a path
+        random_model(config).save_pretrained(folder)
     if vision is None:
         wrapped.save_pretrained(folder)
         return

@@ -1,10 +1,13 @@
 """Generate for many prompts at once: sequences join and leave a batch while it runs, with keys and values in pages."""
 
+from kernels_ext_npu.demo import arguments
+
+MODEL = arguments.read("Qwen/Qwen3-0.6B", tiny="Qwen3").model
+
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
 
 import kernels_ext_npu
 
-MODEL = "Qwen/Qwen3-0.6B"
 QUESTIONS = ["Why is the sky blue?", "What is a prime number?", "Who wrote Faust?", "How far is the moon?"]
 
 kernels_ext_npu.register()
@@ -22,7 +25,7 @@ prompts = [
 pages = ContinuousBatchingConfig(page_size=64, num_blocks=64, max_batch_tokens=256)
 outputs = model.generate_batch(
     prompts,
-    generation_config=GenerationConfig(max_new_tokens=32, do_sample=False),
+    generation_config=GenerationConfig(max_new_tokens=32, do_sample=False, eos_token_id=tokenizer.eos_token_id),
     continuous_batching_config=pages,
 )
 for question, name in zip(QUESTIONS, sorted(outputs)):

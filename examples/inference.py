@@ -1,10 +1,12 @@
 """Generate the answer of a chat model."""
 
+from kernels_ext_npu.demo import arguments
+
+MODEL = arguments.read("Qwen/Qwen3-0.6B", tiny="Qwen3").model
+
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kernels_ext_npu
-
-MODEL = "Qwen/Qwen3-0.6B"
 
 kernels_ext_npu.register()
 tokenizer = AutoTokenizer.from_pretrained(MODEL)

@@ -1,5 +1,9 @@
 """Call kernels as functions, in a module of your own: neither transformers nor a network is needed."""
 
+from kernels_ext_npu.demo import arguments
+
+arguments.require_npu()
+
 import torch
 from torch import nn
 

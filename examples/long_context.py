@@ -1,17 +1,17 @@
 """Train on one long sequence: neither a T x T mask nor logits are stored.
 
-`python long_context.py 65536` takes 65,536 tokens; 32,768 are the default.
+`--tokens 65536` takes 65,536 tokens; 32,768 are the default.
 """
 
-import sys
+from kernels_ext_npu.demo import arguments
+
+given = arguments.read("Qwen/Qwen3-0.6B", tiny="Qwen3", tokens=32_768)
+MODEL, TOKENS = given.model, given.tokens
 
 import torch
 from transformers import AutoModelForCausalLM
 
 import kernels_ext_npu
-
-MODEL = "Qwen/Qwen3-0.6B"
-TOKENS = int(sys.argv[1]) if len(sys.argv) > 1 else 32_768
 
 kernels_ext_npu.register()
 model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="bfloat16", device_map="npu", use_kernels=True)
@@ -23,7 +23,7 @@ torch.manual_seed(0)
 tokens = torch.randint(model.config.vocab_size, (1, TOKENS)).to("npu")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 for step in range(3):
-    loss = model(input_ids=tokens, labels=tokens).loss
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -3,6 +3,11 @@
 `train.jsonl` has lines like {"text": "..."}.
 """
 
+from kernels_ext_npu.demo import arguments
+
+given = arguments.read("Qwen/Qwen3-0.6B", tiny="Qwen3", data="train.jsonl", needs="datasets peft")
+MODEL, DATA = given.model, given.data
+
 from datasets import load_dataset
 from peft import LoraConfig, get_peft_model
 from transformers import (
@@ -15,13 +20,11 @@ from transformers import (
 
 import kernels_ext_npu
 
-MODEL = "Qwen/Qwen3-0.6B"
-
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
 model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="bfloat16")
 adapters = LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
 model = get_peft_model(model, adapters)
-data = load_dataset("json", data_files="train.jsonl", split="train")
+data = load_dataset("json", data_files=DATA, split="train")
 data = data.map(lambda row: tokenizer(row["text"], truncation=True, max_length=1024), remove_columns=data.column_names)
 trainer = Trainer(
     model=model,

@@ -3,19 +3,22 @@
 `train.jsonl` has lines like {"text": "..."}.
 """
 
+from kernels_ext_npu.demo import arguments
+
+given = arguments.read("Qwen/Qwen3.5-0.8B", tiny="Qwen3.5", data="train.jsonl", needs="datasets peft")
+MODEL, DATA = given.model, given.data
+
 from datasets import load_dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import kernels_ext_npu
 
-MODEL = "Qwen/Qwen3.5-0.8B"
-
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
 model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="bfloat16")
 projections = ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj"]
 model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=projections))
-data = load_dataset("json", data_files="train.jsonl", split="train")
+data = load_dataset("json", data_files=DATA, split="train")
 data = data.map(lambda row: tokenizer(row["text"], truncation=True, max_length=1024), remove_columns=data.column_names)
 trainer = Trainer(
     model=model,

@@ -1,11 +1,15 @@
 """Train on sequences of which each card has a part, with torch's context_parallel and FSDP2.
 
-`torchrun --nproc-per-node 8 split_sequences.py 262144` takes rows of 262,144 tokens; 131,072 are the default. Without a
-card: `torchrun --nproc-per-node 4 -m softnpu split_sequences.py 4096`.
+`torchrun --nproc-per-node 8 split_sequences.py --tokens 262144` takes rows of 262,144 tokens; 131,072 are the default.
+Without a card: `TORCH_DEVICE_BACKEND_AUTOLOAD=0 torchrun --nproc-per-node 4 -m softnpu split_sequences.py --tiny`.
 """
 
+from kernels_ext_npu.demo import arguments
+
+given = arguments.read("Qwen/Qwen3-0.6B", tiny="Qwen3", tokens=131_072, cards=8)
+MODEL, TOKENS = given.model, given.tokens
+
 import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -16,13 +20,11 @@ from transformers import AutoModelForCausalLM
 
 import kernels_ext_npu
 
-MODEL = "Qwen/Qwen3-0.6B"
-TOKENS = int(sys.argv[1]) if len(sys.argv) > 1 else 131_072
-
-torch.npu.set_device(int(os.environ["LOCAL_RANK"]))
+card = f"npu:{os.environ['LOCAL_RANK']}"
+torch.npu.set_device(card)
 kernels_ext_npu.register()
 mesh = dist.init_device_mesh("npu", (int(os.environ["WORLD_SIZE"]),))
-model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="bfloat16", use_kernels=True).to("npu")
+model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="bfloat16", device_map=card, use_kernels=True)
 model.gradient_checkpointing_enable()
 model.train()
 for layer in model.model.layers:

@@ -3,6 +3,11 @@
 `train.jsonl` has lines like {"text": "..."}.
 """
 
+from kernels_ext_npu.demo import arguments
+
+given = arguments.read("Qwen/Qwen3-0.6B", tiny="Qwen3", data="train.jsonl", needs="datasets")
+MODEL, DATA = given.model, given.data
+
 from datasets import load_dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -14,11 +19,9 @@ from transformers import (
 
 import kernels_ext_npu
 
-MODEL = "Qwen/Qwen3-0.6B"
-
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
 model = AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32")
-data = load_dataset("json", data_files="train.jsonl", split="train")
+data = load_dataset("json", data_files=DATA, split="train")
 data = data.map(lambda row: tokenizer(row["text"], truncation=True, max_length=1024), remove_columns=data.column_names)
 trainer = Trainer(
     model=model,

@@ -1,7 +1,12 @@
-"""Train a model with TRL's GRPOTrainer, towards completions with many different words.
+"""Train a model with TRL's GRPOTrainer, towards short completions.
 
 `prompts.jsonl` has lines like {"prompt": "..."}.
 """
+
+from kernels_ext_npu.demo import arguments
+
+given = arguments.read("Qwen/Qwen3-0.6B", tiny="Qwen3", data="prompts.jsonl", needs="datasets trl")
+MODEL, DATA = given.model, given.data
 
 from datasets import load_dataset
 from trl import GRPOConfig, GRPOTrainer
@@ -9,14 +14,14 @@ from trl import GRPOConfig, GRPOTrainer
 import kernels_ext_npu
 
 
-def variety(completions, **_):
-    """Reward the share of words that are not repeated."""
-    return [len(set(words)) / max(len(words), 1) for words in (completion.split() for completion in completions)]
+def brevity(completions, **_):
+    """Reward what takes few characters."""
+    return [-float(len(completion)) for completion in completions]
 
 
 trainer = GRPOTrainer(
-    model="Qwen/Qwen3-0.6B",
-    reward_funcs=variety,
+    model=MODEL,
+    reward_funcs=brevity,
     args=GRPOConfig(
         "output",
         model_init_kwargs={"dtype": "float32"},
@@ -28,7 +33,7 @@ trainer = GRPOTrainer(
         learning_rate=1e-5,
         logging_steps=1,
     ),
-    train_dataset=load_dataset("json", data_files="prompts.jsonl", split="train"),
+    train_dataset=load_dataset("json", data_files=DATA, split="train"),
 )
 kernels_ext_npu.kernelize(trainer.model)
 print(kernels_ext_npu.report(trainer.model))

@@ -1,11 +1,13 @@
 """Ask a model about a picture; kernels serve its vision tower and its language model."""
 
+from kernels_ext_npu.demo import arguments
+
+MODEL = arguments.read("google/gemma-3-4b-it", tiny="Gemma 3 with pictures", needs="pillow").model
+
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import kernels_ext_npu
-
-MODEL = "google/gemma-3-4b-it"
 
 kernels_ext_npu.register()
 processor = AutoProcessor.from_pretrained(MODEL)

@@ -7,6 +7,7 @@ device the import changes nothing.
 It computes what the sources of the operators say and refuses what the device refuses. It says nothing about time.
 """
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 
 from softnpu import runtime
@@ -18,6 +19,7 @@ _software = not runtime.real_device()
 if _software:
     runtime.refuse_late_import()
     _library = runtime.load()
+    _excepthook = sys.excepthook
     try:
         import torch_npu  # noqa: F401  and torch with it
     except ModuleNotFoundError as error:
@@ -26,6 +28,9 @@ if _software:
             "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu, "
             "then pip install --no-deps torch_npu==2.13.0 and pip install numpy pyyaml"
         ) from error
+
+    # torch_npu's calls it, and below the traceback it prints ERR99999 for whatever its own code has not raised
+    sys.excepthook = _excepthook
 
     from softnpu import aten_kernels, counting, formulas, graph_capture, hccl
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kernels_ext_npu.demo import tiny_checkpoints
 from tests.distributed import matrix, models, splitting
 from tests.distributed.launching import ROOT, TORCHRUN, launch
 from tests.distributed.models import Tensors
 from tests.distributed.processes import Processes
-from tests.support import zoo
 
 pytestmark = pytest.mark.distributed
 
@@ -169,20 +169,19 @@ def test_parts_of_different_lengths_are_refused(model, length, padding, parts, f
 
 
 def test_the_example_trains_on_four_devices_as_one_process_does(tmp_path) -> None:
-    """Losses of three steps in float32, to what is printed of them."""
-    tokens = 1024
-    folder = tmp_path / "Qwen/Qwen3-0.6B"
-    zoo.build("qwen3").save_pretrained(folder)
+    """With ``--tiny``: losses of three steps in float32, to what is printed of them."""
+    tokens = 128
+    tiny_checkpoints.save("Qwen3", tmp_path)
     script = (ROOT / "examples/split_sequences.py").read_text().replace('"bfloat16"', '"float32"')
     (tmp_path / "script.py").write_text(script)
     launched = launch(
-        TORCHRUN, "--standalone", "--nproc-per-node", "4", "-m", "softnpu", "script.py", str(tokens),
+        TORCHRUN, "--standalone", "--nproc-per-node", "4", "-m", "softnpu", "script.py", "--tiny",
         directory=tmp_path, PYTHONPATH=f"{ROOT}:{ROOT / 'integration'}", TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     )  # fmt: skip
     assert launched.code == 0, launched.output
     assert "→ npu_flash_attention" in launched.output
 
-    model = AutoModelForCausalLM.from_pretrained(folder).train()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).train()
     torch.manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, tokens))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

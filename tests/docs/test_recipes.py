@@ -1,8 +1,7 @@
 """The scripts of the page on recipes, and its lines for frameworks, one after the other on the software device.
 
-The name of their model is a folder here, a tiny random checkpoint, and their files of data lie beside it: not a word of
-them is changed. What they compute, in bfloat16 as they are and, since that is coarse, in float32 too, is compared with
-the same script without kernels on the CPU in float32.
+They take the model and the data of `--tiny`: not a word of them is changed. What they compute, in bfloat16 as they are
+and, since that is coarse, in float32 too, is compared with the same script without kernels on the CPU in float32.
 """
 
 import json
@@ -16,7 +15,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.support import checkpoints, pages
+from kernels_ext_npu.demo import tiny_checkpoints
+from tests.support import pages
 
 pytestmark = pytest.mark.software  # which counts what the recipes launch
 EXAMPLES = pages.DOCS.parent / "examples"
@@ -30,7 +30,6 @@ SCRIPTS = {
     "LoRA": "lora.py",
     "Qwen3.5": "packed_qwen3_5.py",
 }
-MODEL, LINEAR_MODEL = "Qwen/Qwen3-0.6B", "Qwen/Qwen3.5-0.8B"
 PACKED = "DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)"
 FUSED = {"npu_rms_norm", "npu_swiglu", "npu_rotary_mul"}
 # what a Qwen3 of two layers has
@@ -56,10 +55,12 @@ pathlib.Path("evidence.json").write_text(json.dumps(evidence))
 # Recipes one after the other, in folders of their own; adapters are drawn at random.
 RUN = """
 import os, runpy, sys, kernels_ext_npu, softnpu, torch
-for folder in sys.argv[1:]:
+folders = sys.argv[1:]
+for folder in folders:
     torch.manual_seed(0)
     softnpu.reset_counters()
     os.chdir(folder)
+    sys.argv[1:] = open("arguments").read().split()
     runpy.run_path("recipe.py", run_name="__main__")
     kernels_ext_npu.unregister()
 """
@@ -80,9 +81,13 @@ def in_float32(script: str) -> str:
     return script
 
 
+def runs_kernels(line: str) -> bool:
+    return "kernels_ext_npu" in line and "import arguments" not in line
+
+
 def without_kernels(script: str) -> str:
     """The same script for the CPU."""
-    lines = [line for line in script.splitlines(True) if "kernels_ext_npu" not in line and "torch.npu" not in line]
+    lines = [line for line in script.splitlines(True) if "torch.npu" not in line and not runs_kernels(line)]
     plain = "".join(lines).replace(', device_map="npu", use_kernels=True', "").replace('"npu"', '"cpu"')
     plain = plain.replace(', attn_implementation="npu_flash_attention"', "")
     if "Trainer" in plain:
@@ -93,7 +98,8 @@ def without_kernels(script: str) -> str:
 
 def all_weights(script: str) -> str:
     """The recipe of Qwen3.5 without adapters, as the page says."""
-    kept = "".join(line for line in script.splitlines(True) if "peft" not in line and "projections" not in line)
+    lines = script.splitlines(True)
+    kept = "".join(line for line in lines if "get_peft_model" not in line and "projections" not in line)
     return in_float32(kept)
 
 
@@ -113,22 +119,26 @@ def all_scripts() -> dict[str, str]:
     precise = {name: in_float32(text) for name, text in scripts.items()}
     precise["Qwen3.5, all weights"] = all_weights(scripts["Qwen3.5"])
     plain = {name: (padded if "Qwen" in name else without_kernels)(text) for name, text in precise.items()}
-    theirs = "".join(line for line in precise["LoRA"].splitlines(True) if "kernels_ext_npu" not in line)
+    theirs = "".join(line for line in precise["LoRA"].splitlines(True) if not runs_kernels(line))
     precise["frameworks"] = ENGLISH.code("ms-swift") + theirs
     scripts |= {f"{name}{PRECISE}": text for name, text in precise.items()}
     return scripts | {f"{name}{PLAIN}": text for name, text in plain.items()}
 
 
-def made(root: Path, name: str, text: str = "") -> Path:
-    """A new folder with a script, the checkpoints and the data."""
-    if not (root / "Qwen").exists():
-        checkpoints.save(root / MODEL, "qwen3")
-        checkpoints.save(root / LINEAR_MODEL, "qwen3_5_text")
+def made(root: Path, name: str, text: str) -> Path:
+    """A new folder with a script and its arguments; without kernels they are the paths of what `--tiny` takes."""
     folder = root / name
     folder.mkdir()
-    checkpoints.write_data(folder)
-    (folder / "Qwen").symlink_to(root / "Qwen")
     (folder / "recipe.py").write_text(text)
+    arguments = ["--tiny"]
+    if name.endswith(PLAIN):
+        tiny_checkpoints.save("Qwen3.5" if "Qwen" in name else "Qwen3", folder / "model")
+        arguments = ["model"]
+    if name.endswith(PLAIN) and "Inference" not in name:
+        data = "chat.jsonl" if "TRL" in name else "train.jsonl"
+        tiny_checkpoints.write_data(data, folder)
+        arguments.append(data)
+    (folder / "arguments").write_text(" ".join(arguments))
     return folder
 
 
@@ -158,7 +168,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: floa
 def saved(folder: Path) -> torch.Tensor:
     """The logits of what a recipe saved, in a model without kernels on the CPU."""
     if (folder / "adapters").exists():
-        base = AutoModelForCausalLM.from_pretrained(folder / MODEL, dtype="float32")
+        base = AutoModelForCausalLM.from_pretrained(folder.with_name(f"LoRA{PLAIN}") / "model", dtype="float32")
         model: Any = PeftModel.from_pretrained(base, folder / "adapters")
     else:
         model = AutoModelForCausalLM.from_pretrained(folder / "output", dtype="float32")
@@ -252,8 +262,8 @@ for each in (trainer.model, trainer.ref_model):
 
 
 def test_the_pitfalls_are_as_the_page_says(tmp_path, run_forked) -> None:
-    folder = made(tmp_path, "pitfalls")
-    out = run_forked(PITFALLS, directory=folder).stdout.splitlines()
+    tiny_checkpoints.save("Qwen3", tmp_path / "Qwen/Qwen3-0.6B")
+    out = run_forked(PITFALLS, directory=tmp_path).stdout.splitlines()
     lines = [line.removeprefix("found: ") for line in out if line.startswith("found: ")]
     scaler = "TypeError: Adam.step() got an unexpected keyword argument 'grad_scaler'"
     text = (pages.DOCS / "recipes.md").read_text()

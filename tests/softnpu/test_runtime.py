@@ -168,6 +168,16 @@ def test_wrong_calls_print_the_usage(run_forked, arguments: list[str]) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("end", "said"), [("raise ValueError('why')", "ValueError: why\n"), ("sys.exit('why')", "why\n")]
+)
+def test_the_last_line_is_that_of_the_program(run_forked, end: str, said: str) -> None:
+    result = run_forked(f"import sys, softnpu, torch; torch.ones(2, device='npu'); {end}", check=False)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.endswith(said)
+    assert ("Traceback" in result.stderr) == (said != result.stderr)
+
+
 def test_the_pytest_plugin_provides_the_device(run_forked, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import torch\n\n"

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import Gemma3ImageProcessorPil, Gemma3Processor, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from tests.support import zoo
 
@@ -28,31 +28,6 @@ def save(folder: Path, name: str) -> None:
     model.config.eos_token_id = model.generation_config.eos_token_id = wrapped.eos_token_id
     model.save_pretrained(folder)
     wrapped.save_pretrained(folder)
-
-
-def save_vision_language(folder: Path) -> None:
-    """Save the Gemma 3 of the zoo with its vision tower, and a processor of pictures and words."""
-    model = zoo.build("gemma3")
-    config = model.config
-    places = {"<image>": config.image_token_id, "<boi>": config.boi_token_id, "<eoi>": config.eoi_token_id}
-    words = SPECIAL + WORDS + [f"v{i}" for i in range(config.text_config.vocab_size - len(SPECIAL + WORDS))]
-    places |= {word: number for number, word in enumerate(words) if number not in places.values()}
-    tokenizer = Tokenizer(models.WordLevel(places, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"image_token": "<image>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>", extra_special_tokens=special
-    )
-    side = config.vision_config.image_size
-    pictures = Gemma3ImageProcessorPil(size={"height": side, "width": side})
-    template = (
-        "{% for message in messages %}{% for part in message['content'] %}"
-        "{{ '<boi>' if part['type'] == 'image' else part['text'] }} {% endfor %}{% endfor %}"
-    )
-    processor = Gemma3Processor(pictures, wrapped, chat_template=template, image_seq_length=config.mm_tokens_per_image)
-    model.generation_config.eos_token_id = None
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
 
 
 def write_data(folder: Path, rows: int = 8) -> None:

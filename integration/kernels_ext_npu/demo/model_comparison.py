@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, CompileConfig
+from transformers import AutoConfig, CompileConfig
 
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu import model_configs
 from kernels_ext_npu.catalogue import NORMS
+from kernels_ext_npu.demo.tiny_checkpoints import loader, random_model
 from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.measuring.costs import host_waits
 from kernels_ext_npu.measuring.distance import distance, distances, models_agree, worst
@@ -30,27 +31,9 @@ _PROMPT, _IMAGE = 12, 99
 IN_GRAPHS = {"Qwen3", "gpt-oss"}  # that generate a second time, with one launch for the forward of a token
 
 
-def loader(config: Any) -> Any:
-    """Return the auto class that loads a checkpoint and can generate; None for a model that generates no text."""
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if type(config) in auto._model_mapping:
-            return auto
-    return None
-
-
 def save(name: str, folder: Path) -> None:
-    """Save a tiny random model whose norms and biases are its own.
-
-    Ones and zeros would hide a kernel that ignores them.
-    """
-    torch.manual_seed(0)
-    config = model_configs.config(name)
-    model = loader(config).from_config(config)
-    with torch.no_grad():
-        for path, parameter in model.named_parameters():
-            if "norm" in path or path.endswith("bias"):
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
+    """Save a tiny random model."""
+    random_model(model_configs.config(name)).save_pretrained(folder)
 
 
 def inputs(config: Any) -> Inputs:

@@ -91,13 +91,14 @@ def stand_in(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the attention of a module that names ``sdpa`` or its own formula, or let that original compute it."""
     is_sdpa = original is sdpa_attention_forward
+    config: Any = module.config
     is_described = not (attention_mask is None or isinstance(attention_mask, Tensor))
     is_served = (
         NPU_FLASH_ATTENTION.is_registered()
-        and (is_sdpa or serving.stands_for_eager(module.config))
+        and (is_sdpa or serving.stands_for_eager(config))
         and serving.refusal(module, query.device.type, query.dtype, kwargs.get("softcap")) is None
         and kwargs.get("position_bias") is None
-        and not kwargs.get("output_attentions", getattr(module.config, "output_attentions", False))
+        and not kwargs.get("output_attentions", getattr(config, "output_attentions", False))
         and (attention_mask is None or _fits(attention_mask, query, key, is_described, kwargs.get("cache")))
     )
     split_sequences.refuse_part(module, "sdpa" if is_sdpa else "eager", is_served)

@@ -40,7 +40,7 @@ def answer_files(files: Iterable[str], patches: Patches) -> None:
         if vars(file).get(_QUESTION) is is_flash_attention_requested:
             answer = functools.partial(_is_flash_attention, name != _MASKS and _writes_lengths(name))
             patches.attribute(file, _QUESTION, answer)
-        longest = vars(generic).get(_LONGEST)
+        longest: Any = vars(generic).get(_LONGEST)
         if longest is not None and vars(file).get(_LONGEST) is longest:
             patches.attribute(file, _LONGEST, functools.partial(_max_seqlen, longest))
 

@@ -68,7 +68,8 @@ def is_added_elsewhere(cls: type) -> bool:
     They do in models like Git, and get the mask that they would have. What is in the same file, and belongs to models
     with another config, as the audio encoders of Gemma 3n and 4, gets other masks.
     """
-    return any(classification.attends_by_itself(part) for model in _models_with(cls) for part in _parts(model))
+    parts = chain.from_iterable(map(_parts, _models_with(cls)))
+    return any(map(classification.attends_by_itself, parts))
 
 
 def calls_by_name(module: nn.Module) -> bool:
@@ -148,7 +149,6 @@ def _attending(cls: type) -> list[type[nn.Module]]:
     return [value for value in classes if issubclass(value, nn.Module) and classification.attends(value)]
 
 
-@functools.cache
 def _parts(cls: type[nn.Module]) -> frozenset[type[nn.Module]]:
     """Return a class with those that its methods name, and what these name: of what a model may be made."""
     found, waiting = {cls}, [cls]
@@ -160,8 +160,13 @@ def _parts(cls: type[nn.Module]) -> frozenset[type[nn.Module]]:
 
 
 def _named_in(cls: type[nn.Module]) -> set[type[nn.Module]]:
-    """Return the modules that the methods of a class, and of those that it inherits from, name, also in tables."""
-    functions = [value for base in cls.__mro__ for value in vars(base).values() if inspect.isfunction(value)]
+    """Return the modules that the methods of a class, and of those that it inherits from, name, also in tables.
+
+    What sets the weights of a model names those of the whole file.
+    """
+    inherited = vars(PreTrainedModel)
+    own = [(name, value) for base in cls.__mro__ for name, value in vars(base).items() if inherited.get(name) is not value]
+    functions = [value for name, value in own if inspect.isfunction(value) and name != "_init_weights"]
     functions = [function for function in functions if not function.__module__.startswith("torch.")]
     values = [function.__globals__.get(name) for function in functions for name in classification.names(function)]
     tables = [list(value.values()) for value in values if isinstance(value, dict)]

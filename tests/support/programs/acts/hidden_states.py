@@ -1,4 +1,4 @@
-"""Acts on what goes from layer to layer where one token is decoded: it is saved, and written to behind every version."""
+"""Acts on what goes from layer to layer where one token is decoded: saved, and written to behind every version."""
 
 import io
 from random import Random
@@ -34,7 +34,8 @@ def _assert_is_saved(x: Tensor) -> None:
     file = io.BytesIO()
     torch.save(x, file)
     file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=True), x) and not vars(x), "a hidden state that was saved"
+    assert torch.equal(torch.load(file, weights_only=True), x), "a hidden state that was saved"
+    assert not vars(x), "a hidden state carries something"
 
 
 @act(lambda side: bool(_layers(side)))

@@ -40,8 +40,8 @@ def answer_files(files: Iterable[str], patches: Patches) -> None:
         if vars(file).get(_QUESTION) is is_flash_attention_requested:
             answer = functools.partial(_is_flash_attention, name != _MASKS and _writes_lengths(name))
             patches.attribute(file, _QUESTION, answer)
-        longest: Any = vars(generic).get(_LONGEST)
-        if longest is not None and vars(file).get(_LONGEST) is longest:
+        longest = vars(generic).get(_LONGEST)
+        if vars(file).get(_LONGEST) is longest and longest is not None:
             patches.attribute(file, _LONGEST, functools.partial(_max_seqlen, longest))
 
 

@@ -54,6 +54,7 @@ test-next: $(READY) $(VENV)-next/ready
 	@echo "Not run with $(NEXT):"
 	@echo "  kernels 0.18 and peft 0.22, which it wants: the index has neither; kernels 0.17.2 and peft 0.21.2 were let in"
 	@echo "  kernels from the Hub: mappings of fla version 2 and mamba version 5"
+	@echo "  llama4 with pictures: its forward in transformers 5.24.0 raises, with kernels and without"
 	@echo "  of expert parallelism, DeepGEMM's exchange, which is for CUDA"
 	@echo "  what test-slow and test-variants run beside this$(if $(ARGS),$(comma) and all that is not among $(ARGS))"
 

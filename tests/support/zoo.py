@@ -152,13 +152,21 @@ _ALL = {
     for family, architectures in TABLE["families"].items()
     for name, described in architectures.items()
 }
-# those that the installed transformers has, and those that came with a later release
+# Llama4ForConditionalGeneration of transformers 5.24.0 raises whatever it is given: it looks for pictures in what its
+# language model returns
+BROKEN = {("llama4", "5.24.0")}
+# those that the installed transformers has and can run, and those that came with a later release
 ARCHITECTURES: dict[str, Architecture] = {
     name: architecture
     for name, architecture in _ALL.items()
     if Version(architecture.since) <= Version(transformers.__version__)
+    and (name, transformers.__version__) not in BROKEN
 }
-LATER = {name: architecture.since for name, architecture in _ALL.items() if name not in ARCHITECTURES}
+LATER = {
+    name: architecture.since
+    for name, architecture in _ALL.items()
+    if Version(architecture.since) > Version(transformers.__version__)
+}
 
 
 def configure(cls: type[PreTrainedConfig], overrides: Mapping[str, Any], small: Mapping[str, Any]) -> PreTrainedConfig:

@@ -202,7 +202,7 @@ def _with_chosen_keys(
         chosen = indices[:, rows].long()
         flat = (chosen + first).flatten()
         gathered = torch.cat((latents.index_select(0, flat), rope.index_select(0, flat)), dim=-1)
-        gathered = gathered.unflatten(0, chosen.flatten(0, 1).shape)
+        gathered = gathered.view(batch * chosen.shape[1], count, gathered.shape[1])
         few = query[:, rows].flatten(0, 1)
         scores = (few.float() @ gathered.float().mT).mul_(scale)  # rounded to 16 bits they are further from float64
         seen = _mask_at(mask_of(mask, begin, end, query), chosen).flatten(0, 1)

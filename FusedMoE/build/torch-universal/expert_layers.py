@@ -87,7 +87,7 @@ class ScaledTokensMoEBlock(Layer):
             is_transposed=True,
         )
         y = self.shared_expert(x)
-        routed = routed if chosen.shape[1] == 1 else routed.unflatten(0, chosen.shape).sum(dim=1)
+        routed = routed if chosen.shape[1] == 1 else routed.view(*chosen.shape, routed.shape[-1]).sum(dim=1)
         return y.add_(routed), logits
 
 

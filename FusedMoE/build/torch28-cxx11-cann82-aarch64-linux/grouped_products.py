@@ -30,6 +30,11 @@ _SINGLE, _SINGLE_K = 2, 3  # split_item: one tensor comes out
 _SUMS_GROUPS = CANN >= (8, 3) and has_gradients()
 
 
+def is_empty(rows: Tensor) -> bool:
+    """Tell whether there are no rows, which the operator does not take; a graph is for any number of them."""
+    return not (torch.compiler.is_compiling() or rows.shape[0])
+
+
 def fits(x: Tensor, *weights: Tensor) -> bool:
     """Tell whether ``npu_grouped_matmul`` takes rows like ``x`` and weights ``[E, K, N]``, all of as many groups.
 
@@ -74,12 +79,14 @@ class GmmFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None, tail: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, counts, bias, tail)
+        if is_empty(x):
+            return product_in_torch(x, weight, counts, bias)
         return multiply(x, weight, counts, bias, tail)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, counts, bias, tail = ctx.saved_tensors
-        if by_formula(grad):
+        if by_formula(grad) or is_empty(x):
             inputs = x, weight, counts, bias
             return *gradients(product_in_torch, inputs, ctx.needs_input_grad[:4], grad), None
         needs_x, needs_weight, _, needs_bias, _ = ctx.needs_input_grad
@@ -93,8 +100,6 @@ def multiply(
     x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, tail: Tensor | None = None
 ) -> Tensor:
     """Compute what :class:`GmmFunction` does, without a gradient."""
-    if not x.shape[0]:  # the operator takes nothing empty
-        return x.new_empty(0, weight.shape[2])
     if tail is not None:
         with unseen_by_checkpoints():
             return multiply(x, weight, counts, bias).masked_fill_(tail, 0)
@@ -116,7 +121,7 @@ def multiply_by_list(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Ten
 
     ``bias`` is ``[E, N]``, in the dtype in which the operator adds it.
     """
-    if len(weights) == 1 or not x.shape[0]:  # that is no list for the operator, or nothing
+    if len(weights) == 1:  # that is no list for the operator
         return multiply(x, weights[0].unsqueeze(0), counts, bias)
     (y,) = torch.ops.npu.npu_grouped_matmul(
         [x],
@@ -153,8 +158,6 @@ def sum_over_rows(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
 
 def _summed(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     """Compute :func:`sum_over_rows`: the operator wants a transposed view of contiguous rows, and contiguous rows."""
-    if not a.shape[0]:  # it would leave the sums unwritten
-        return a.new_zeros(counts.shape[0], a.shape[1], b.shape[1])
     if not _SUMS_GROUPS:
         return _added_to_zeros(a, b, counts)
     (y,) = torch.ops.npu.npu_grouped_matmul(

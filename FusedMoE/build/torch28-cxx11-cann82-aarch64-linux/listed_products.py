@@ -16,7 +16,7 @@ from torch import Tensor
 from . import grouped_products
 from .checkpoints import unseen_by_checkpoints
 from .derivatives import by_formula, gradients
-from .grouped_products import MOST_LISTED, bias_gradient, multiply_by_list, sum_over_rows
+from .grouped_products import MOST_LISTED, bias_gradient, is_empty, multiply_by_list, sum_over_rows
 from .in_torch import product_in_torch
 from .neighbours import joined
 
@@ -37,12 +37,14 @@ class HybridGmmFunction(torch.autograd.Function):
     def forward(ctx, x: Tensor, counts: Tensor, tail: Tensor | None, has_bias: bool, *parameters: Tensor) -> Tensor:
         ctx.has_bias = has_bias
         ctx.save_for_backward(x, counts, tail, *parameters)
+        if is_empty(x):
+            return _in_torch(counts, has_bias, x, *parameters)
         return multiply(x, counts, tail, has_bias, parameters)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, counts, tail, *parameters = ctx.saved_tensors
-        if by_formula(grad):
+        if by_formula(grad) or is_empty(x):
             needs = ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]
             function = partial(_in_torch, counts, ctx.has_bias)
             d_x, *d_parameters = gradients(function, (x, *parameters), needs, grad)

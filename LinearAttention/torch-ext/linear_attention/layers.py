@@ -117,7 +117,7 @@ class ForgetGate(_Layer):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = self.f_b_proj(self.f_a_proj(hidden_states))
-        x = x.unflatten(-1, (-1, self.head_dim))
+        x = x.view(*x.shape[:2], x.shape[-1] // self.head_dim, self.head_dim)
         return forget_gate.forget_gate(x, self.dt_bias.view(-1, self.head_dim), self.A_log.view(-1, 1))
 
 

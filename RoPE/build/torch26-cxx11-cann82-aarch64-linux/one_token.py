@@ -11,12 +11,12 @@ writes to what was captured, and to nothing else. It is no attribute of cos: who
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .cann import CANN
 from .captures import capturing
@@ -33,6 +33,7 @@ _LOCAL_MEMORY = 192 * 1024  # bytes of a vector core, Atlas A2 and A3
 class _Made:
     """Holds what is known of a cos for one token."""
 
+    until: weakref.ref[Tensor]  # cos dies
     sin: Tensor
     in_graph: bool  # whether a graph makes them
     times: int  # how often each angle is in them
@@ -40,13 +41,14 @@ class _Made:
     table: tuple[Tensor, Tensor] | None = None
 
 
-_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # cos -> what is known of it
+_made: dict[int, _Made] = {}  # by the id of a cos, until it dies
 
 
 def note_made(cos: Tensor, sin: Tensor, times: int) -> None:
     """Note how often cos and sin, ``[B, 1, D]`` or ``[B, 1, D/2]``, hold each angle, and whether a graph makes them."""
     if not torch.compiler.is_compiling():
-        _made[cos] = _Made(sin, capturing(), times)
+        number = id(cos)
+        _made[number] = _Made(weakref.ref(cos, lambda _: _made.pop(number, None)), sin, capturing(), times)
 
 
 def rotate_one_token(
@@ -61,7 +63,7 @@ def rotate_one_token(
         sin: likewise.
         unsqueeze_dim: where cos and sin would get the dimension of the heads.
     """
-    made = _made.get(cos)
+    made = _made.get(id(cos))
     if made is None or made.sin is not sin or made.in_graph is not capturing() or cos.is_inference():
         return None
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, cos, sin)):

@@ -6,11 +6,11 @@ follows from those is kept for as long as cos lives, and not with it: who saves 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .distributed import is_distributed
 from .limits import DTYPES, HEAD_SIZE, fits_half, fits_half_gradient, fits_interleave
@@ -18,8 +18,9 @@ from .one_token import rotate_one_token
 from .rotation import check, rotate, rotate_back
 from .transforms import is_transformed
 
-# cos -> sin, what of q and k the layout is for, and the layout
-_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# by the id of a cos, until it dies: what tells of that, its sin, what of q and k the layout is for, and the layout.
+# torch's own dictionary of tensors makes a dozen calls to find one
+_kept: dict[int, tuple[weakref.ref[Tensor], Tensor, Any, Any]] = {}
 
 
 def rotate_both(
@@ -73,9 +74,10 @@ def _layout(
         return None
     likes = q.shape, k.shape, q.stride(), k.stride(), q.dtype, k.dtype, q.device
     key = (type(q), *likes, unsqueeze_dim, interleaved, trains_halves)
-    kept: tuple[Any, ...] | None = _kept.get(cos)
-    if kept is not None and kept[0] is sin and kept[1] == key and not torch._C._len_torch_dispatch_stack():
-        return kept[2]  # selective checkpointing counts operators: what it sees has to be the same again
+    number = id(cos)
+    kept = _kept[number] if number in _kept else None  # noqa: SIM401: a call less for each layer
+    if kept is not None and kept[1] is sin and kept[2] == key and not torch._C._len_torch_dispatch_stack():
+        return kept[3]  # selective checkpointing counts operators: what it sees has to be the same again
     if is_distributed(q) or not _are_alike(q, k, cos, sin) or unsqueeze_dim not in (1, 2):
         return None
     (q_batch, q1, q2, size), (k_batch, k1, k2, _), (rows, positions, _) = q.shape, k.shape, cos.shape
@@ -90,7 +92,7 @@ def _layout(
     if all(fits(s, table, itemsize) and (not trains_halves or fits_half_gradient(s, table)) for s in shapes):
         # a view of cos itself would keep it alive
         layout = swap, cos.detach().unsqueeze(axis), sin.detach().unsqueeze(axis)
-    _kept[cos] = sin, key, layout
+    _kept[number] = weakref.ref(cos, lambda _: _kept.pop(number, None)), sin, key, layout
     return layout
 
 

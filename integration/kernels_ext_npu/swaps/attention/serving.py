@@ -164,10 +164,9 @@ def _named_in(cls: type[nn.Module]) -> set[type[nn.Module]]:
 
     What sets the weights of a model names those of the whole file.
     """
-    inherited = vars(PreTrainedModel)
-    own = [(name, value) for base in cls.__mro__ for name, value in vars(base).items() if inherited.get(name) is not value]
-    functions = [value for name, value in own if inspect.isfunction(value) and name != "_init_weights"]
-    functions = [function for function in functions if not function.__module__.startswith("torch.")]
+    bases = [base for base in cls.__mro__ if base is not PreTrainedModel and not base.__module__.startswith("torch.")]
+    own = [(name, value) for base in bases for name, value in vars(base).items() if name != "_init_weights"]
+    functions = [value for _, value in own if inspect.isfunction(value) and not value.__module__.startswith("torch.")]
     values = [function.__globals__.get(name) for function in functions for name in classification.names(function)]
     tables = [list(value.values()) for value in values if isinstance(value, dict)]
     return {value for value in (*values, *chain.from_iterable(tables)) if _is_module_class(value)}

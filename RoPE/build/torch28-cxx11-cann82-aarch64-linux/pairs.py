@@ -75,7 +75,7 @@ def _layout(
     likes = q.shape, k.shape, q.stride(), k.stride(), q.dtype, k.dtype, q.device
     key = (type(q), *likes, unsqueeze_dim, interleaved, trains_halves)
     number = id(cos)
-    kept = _kept[number] if number in _kept else None  # noqa: SIM401: a call less for each layer
+    kept = _kept[number] if number in _kept else None  # noqa: SIM401
     if kept is not None and kept[1] is sin and kept[2] == key and not torch._C._len_torch_dispatch_stack():
         return kept[3]  # selective checkpointing counts operators: what it sees has to be the same again
     if is_distributed(q) or not _are_alike(q, k, cos, sin) or unsqueeze_dim not in (1, 2):

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kernels_ext_npu.binding import registration, step_aside
 from kernels_ext_npu.binding.forward_binding import layer_of, package_of
@@ -33,7 +32,6 @@ from kernels_ext_npu.swaps.protocol import Swapping
 REPOSITORY = "RMSNorm"
 # the layers of the kernel that one launch gives together with a sum
 _LAYERS = ("RMSNorm", "RMSNormCastLast")
-_CALLS = (nn.Module.__call__, GradientCheckpointingLayer.__call__)  # of layers, as torch and transformers have them
 _OWNER, _LOOP_OWNER = "add_norm_fusion", "layer_loop"
 
 
@@ -63,15 +61,19 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
         sums = sums_of(cls.forward)
         for module in modules:
             kernel = None if sums is None else _kernel_of(module, sums)
-            if kernel is not None or "forward" in vars(module):
+            if kernel is not None or ("forward" in vars(module) and owner_of(module) == _OWNER):
                 set_forward(module, kernel and _forward_of(cls.forward, sums, kernel), _OWNER)  # type: ignore[arg-type]
-    for cls, modules in swapping.by_class.items():
-        for module in modules:
-            lists = [c for c in module._modules.values() if isinstance(c, nn.ModuleList)]
-            is_loop = any(owner_of(layer) == _OWNER for layers in lists for layer in layers)
-            loop = layer_loop(cls.forward) if is_loop else None
-            if loop is not None or "forward" in vars(module):
-                set_forward(module, loop and _forward_with(cls.forward, loop), _LOOP_OWNER)  # type: ignore[arg-type]
+    lists = [
+        (cls, module, layers)
+        for cls, modules in swapping.by_class.items()
+        for module in modules
+        for layers in module._modules.values()
+        if type(layers) is nn.ModuleList
+    ]
+    loops = {module: cls.forward for cls, module, layers in lists if _OWNER in map(owner_of, layers)}
+    for _, module, _ in lists:
+        loop = layer_loop(loops[module]) if module in loops else None
+        set_forward(module, loop and _forward_with(loops[module], loop), _LOOP_OWNER)  # type: ignore[arg-type]
 
 
 def remark(model: nn.Module) -> str | None:
@@ -93,8 +95,11 @@ def hand_on(layer: nn.Module, x: Tensor) -> None:
 
 def _kernel_of(module: nn.Module, sums: Sums) -> ModuleType | None:
     """Return the package that computes the norms of a layer; None where none of ours can add before."""
-    norms = [norm for name in sums.norms if (norm := module._modules.get(name)) is not None]
-    return next((package_of(norm) for norm in norms if layer_of(norm) in _LAYERS), None)
+    for name in sums.norms:
+        norm = module._modules.get(name)
+        if norm is not None and layer_of(norm) in _LAYERS:
+            return package_of(norm)
+    return None
 
 
 @functools.cache
@@ -205,7 +210,15 @@ def _is_called_alone(layer: nn.Module) -> bool:
         return False
     hooks = (*layer._forward_hooks.values(), *layer._forward_pre_hooks.values())
     is_watched = has_hooks(layer) and not (hooks and all(map(_is_ours, hooks)))
-    return type(layer).__call__ in _CALLS and layer._compiled_call_impl is None and not is_watched
+    return type(layer).__call__ in _calls() and layer._compiled_call_impl is None and not is_watched
+
+
+@functools.cache
+def _calls() -> tuple[Any, ...]:
+    """Return the calls of layers, as torch and transformers have them."""
+    from transformers.modeling_layers import GradientCheckpointingLayer  # register() need not wait for it
+
+    return nn.Module.__call__, GradientCheckpointingLayer.__call__
 
 
 def _is_ours(function: Any) -> bool:

@@ -79,11 +79,13 @@ def npu_grouped_matmul(
     how = arithmetic(x, weight, scale, per_token_scale, antiquant_scale, antiquant_offset, dtype, act_type or 0)
     if group_type == limits.NO_GROUPS:
         limits.require_pairs(x, weight, group_list)
+        limits.require_offsets([rows.shape[:-1].numel() for rows in x], weight)
         return _each(x, weight, bias, how)
     if group_type == limits.SUM:
         limits.require_sum(x, weight, bias)
         require(weight[0].dtype != torch.int8, limits.OPERATOR, "group_type 2 takes no int8")
         sizes = limits.group_sizes(group_list, counts, None, total=x[0].shape[1])
+        limits.require_offsets_of_sums(limits.OPERATOR, sizes, max(x[0].shape[0], weight[0].shape[1]))
         covered = sum(sizes)
         parts = zip(x[0][:, :covered].split(sizes, 1), weight[0][:covered].split(sizes))
         y = torch.stack([how.product(i, 0, left, right, None) for i, (left, right) in enumerate(parts)])
@@ -95,6 +97,7 @@ def npu_grouped_matmul(
     else:
         sizes = limits.group_sizes(group_list, counts, groups, total=sum(len(rows) for rows in x))
         limits.require_sizes_of_x(x, sizes)
+    limits.require_offsets(sizes, weight)
     return [_one_output(x, weight, bias, sizes, how)]
 
 
@@ -136,6 +139,7 @@ def npu_grouped_matmul_list(
     )
     limits.require_dtypes_and_lengths(x, weight, bias)
     sizes = limits.require_list(x, weight, group_list or [], split_item or 0)
+    limits.require_offsets(sizes, weight)
     how = arithmetic(x, weight, scale, None, antiquant_scale, antiquant_offset, output_dtype, 0)
     if (split_item or 0) in limits.ONE_OUTPUT:
         return [_one_output(x, weight, bias, sizes, how)]
@@ -228,6 +232,7 @@ def _added(
     fits = x.dim() == weight.dim() == 2 and len(x) == len(weight)
     require(fits, operator, f"needs x [M, K] and weight [M, N], got {describe(x)} and {describe(weight)}")
     sizes = limits.group_sizes(group_list, limits.ENDS, None, total=len(x))
+    limits.require_offsets_of_sums(operator, sizes, max(x.shape[1], weight.shape[1]))
     shape = [len(sizes), x.shape[1], weight.shape[1]]
     fits = y.is_contiguous() and list(y.shape) in (shape, [shape[0] * shape[1], shape[2]])
     require(fits, operator, f"input must be contiguous and hold {shape}, got {describe(y)}")

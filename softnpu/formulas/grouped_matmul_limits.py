@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, bfloat16, dtype, float16, float32, int8, int32, int64
 
-from softnpu.argument_checks import describe, require, require_dtypes
+from softnpu.argument_checks import describe, require, require_dtypes, require_values
 from softnpu.cann import require_before
 
 OPERATOR = "npu_grouped_matmul"
@@ -24,6 +24,7 @@ BIAS_DTYPE = {float16: float16, bfloat16: float32, float32: float32}
 MAX_LENGTH = 128  # of a list of tensors, and of a list of ends
 MAX_GROUPS = 1024
 MAX_INNER = 65535  # of the dimension that is contiguous in memory
+MAX_OFFSET = 2**32  # within the rows of a group
 
 Tensors = Sequence[Tensor]
 
@@ -159,6 +160,29 @@ def require_sizes_of_x(x: Tensors, sizes: list[int]) -> None:
     require(
         len(x) == 1 or found == sizes, OPERATOR, f"group_list says {sizes} rows a group, the tensors x have {found}"
     )
+
+
+def require_offsets(sizes: Sequence[int], weight: Tensors) -> None:
+    """Refuse a group of rows behind whose 2**32nd element the device reads and writes at the wrong place.
+
+    It counts them in 32 bits: gmm/grouped_matmul/op_kernel/grouped_matmul.h, ``MMCompute``. That of int8 was not read.
+    """
+    if weight[0].dtype == int8:
+        return
+    widths = [max(w.shape[-2:]) for w in (weight[0] if weight[0].dim() == 3 else weight)]
+    for size, width in zip(sizes, widths):
+        rule = f"a group has {size} rows of {width} elements; the device takes fewer than 2**32 elements a group"
+        require_values(size * width < MAX_OFFSET, OPERATOR, rule)
+
+
+def require_offsets_of_sums(operator: str, sizes: Sequence[int], width: int) -> None:
+    """Refuse a group whose sum is so long that the device finds those behind it at the wrong place.
+
+    It counts the elements in 32 bits: ``UpdateMnConfig`` of the same file and of gmm/grouped_matmul_add, before 9.1.
+    """
+    for size in sizes[:-1]:
+        rule = f"sums over {size} rows of {width} elements; the device takes fewer than 2**32 elements before the last"
+        require_before((9, 1), size * width < MAX_OFFSET, operator, rule)
 
 
 def biases(weight: Tensors, bias: Tensors | None) -> list[Tensor | None]:

@@ -22,6 +22,11 @@ def rows(x=None, weight=None, group_list=None, **options) -> list[Tensor]:
     return gmm(x, weight, group_list=index(1, 4) if group_list is None else group_list, **options)
 
 
+def wide(count: int, inner: int, results: int = 1) -> list[Tensor]:
+    """So many rows in the second of two groups, which take no memory."""
+    return rows([half(1, inner).expand(count, -1)], [half(2, inner, results)], index(0, count))
+
+
 def parts(x=None, weight=None, **options) -> list[Tensor]:
     x = half(4, 8).t() if x is None else x
     return rows([x], [half(4, 3) if weight is None else weight], **{"group_type": 2} | options)
@@ -69,6 +74,8 @@ GROUPS = [
     (lambda: rows([half(2, 8)] * 2, [half(8, 3)] * 2), r"group_list says \[1, 3\] rows a group, .* have \[2, 2\]"),
     (lambda: rows([npu(2, 8)] * 2, [npu(8, 3)] * 2), "float32 takes one x"),
     (lambda: rows([half(1, 65536)], [half(1, 65536, 1)], index(1)), "65536 elements .* at most 65535"),
+    (lambda: wide(2**20, 4096), r"1048576 rows of 4096 elements; the device takes fewer than 2\*\*32"),
+    (lambda: wide(2**22, 16, results=1024), "4194304 rows of 1024 elements"),
     (lambda: rows([int8(4, 8)], [int8(2, 8, 3)]), r"with \['scale'\] required"),
     (lambda: rows([int8(4, 8)], [int8(2, 8, 3)], scale=[half(2, 3)]), r"\(scale, result\) must be"),
     (lambda: parts(bias=[npu(3)]), "group_type 2 takes no bias"),

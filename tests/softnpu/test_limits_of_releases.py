@@ -11,6 +11,7 @@ from torch_npu.utils.collect_env import get_cann_version
 
 import softnpu
 from softnpu.cann import CANN
+from softnpu.formulas.grouped_matmul_limits import require_offsets_of_sums
 from softnpu.runtime import cann_version
 from tests.softnpu.expert_refusals import init, parts, slots, top_k, unpermute_grad
 from tests.softnpu.given import fp16, half, index, npu
@@ -69,6 +70,11 @@ def latents(heads: int = 32, *, in_pages: bool = True, masked: bool = False) -> 
     )  # fmt: skip
 
 
+def sums_fit(*rows: int) -> None:
+    """Ask for the limit itself: sums so long take 17 GB."""
+    require_offsets_of_sums("npu_grouped_matmul", rows, 4096)
+
+
 def norms_gradient(gamma: Tensor) -> None:
     torch.ops.npu.npu_rms_norm_backward(half(2, 8), half(2, 8), gamma, npu(2, 1))
 
@@ -99,6 +105,8 @@ CALLS: dict[str, tuple[Callable[[], None], tuple[int, int], str]] = {
     "latents of 16 heads": (lambda: latents(16), (8, 5), "32, 64 or 128 heads"),
     "a mask of latents": (lambda: latents(masked=True), (8, 5), "one query without a mask"),
     "sums of groups": (parts, (8, 3), "group_type currently only support -1 and 0"),
+    "a long sum before another": (lambda: sums_fit(2**20, 1), (9, 1), "fewer than 2..32 elements before the last"),
+    "a long sum behind another": (lambda: sums_fit(1, 2**20), (8, 2), ""),
     "rows of experts, not said how many": (
         lambda: init(quant_mode=-1, active_expert_range=[0, 5]),
         (9, 0),

@@ -48,7 +48,7 @@ def note_made(cos: Tensor, sin: Tensor, times: int) -> None:
     """Note how often cos and sin, ``[B, 1, D]`` or ``[B, 1, D/2]``, hold each angle, and whether a graph makes them."""
     if not torch.compiler.is_compiling():
         number = id(cos)
-        _made[number] = _Made(weakref.ref(cos, lambda _: _made.pop(number, None)), sin, capturing(), times)
+        _made[number] = _Made(weakref.ref(cos, lambda _, made=_made: made.pop(number, None)), sin, capturing(), times)
 
 
 def rotate_one_token(

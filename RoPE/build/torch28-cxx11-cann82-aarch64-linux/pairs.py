@@ -92,7 +92,7 @@ def _layout(
     if all(fits(s, table, itemsize) and (not trains_halves or fits_half_gradient(s, table)) for s in shapes):
         # a view of cos itself would keep it alive
         layout = swap, cos.detach().unsqueeze(axis), sin.detach().unsqueeze(axis)
-    _kept[number] = weakref.ref(cos, lambda _: _kept.pop(number, None)), sin, key, layout
+    _kept[number] = weakref.ref(cos, lambda _, kept=_kept: kept.pop(number, None)), sin, key, layout
     return layout
 
 

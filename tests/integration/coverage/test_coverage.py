@@ -112,7 +112,7 @@ MODELS = (
 SWAPPED = {"t5": 1, "cohere2": 2, "nemotron_h": 2}  # classes and functions, at least
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name in zoo.ARCHITECTURES])
 def test_a_kernelized_model_has_what_its_model_types_are_said_to_have(registered, name: str) -> None:
     model = kernels_ext_npu.kernelize(zoo.build(name).to("npu"))
     types = {config.model_type for module in model.modules() if (config := getattr(module, "config", None))}

@@ -9,6 +9,7 @@ through in any order.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,7 @@ def cache_in(named: Mapping[str, Any]) -> tuple[str, Cache] | None:
     return next(((name, value) for name, value in named.items() if isinstance(value, Cache)), None)
 
 
+@functools.cache
 def cache_parameter(function: Callable) -> str:
     """Return the name by which a function takes a cache: as transformers' masks do, where it names none itself."""
     from transformers.masking_utils import create_causal_mask  # register() need not wait for it

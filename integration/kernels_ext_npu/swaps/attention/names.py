@@ -62,10 +62,12 @@ def check_and_adjust(
     name = canonical_name(requested)
     if name not in NPU_FLASH_ATTENTION.names:
         found = original(self, requested, *args, **kwargs)
+        if found != serving.EAGER:
+            return found
         # a model inside another one is asked for what was found for that
         kept = (serving.BY_DEFAULT, serving.RESTORED[serving.EAGER])
         by_default = requested is None or any(requested is each for each in kept)
-        return found if found != serving.EAGER else serving.BY_DEFAULT if by_default else serving.ASKED
+        return serving.BY_DEFAULT if by_default else serving.ASKED
     default = original(self, None, *args, **kwargs)
     if not self._can_set_attn_implementation() or is_added_elsewhere(type(self.config)):
         warnings.warn(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import softnpu
+from softnpu.formulas import grouped_matmul_limits
 
 RELEASE = tuple(int(part) for part in torch.version.cann.split(".")[:2])
 # op-plugin 7.1.0 sums over no groups, whatever CANN it is on
@@ -104,6 +105,36 @@ def test_weights_of_another_dtype_than_the_rows_have_a_gradient(kernels, dtype) 
     steps = 6 * torch.finfo(dtype).eps  # a rounding of each tensor between experts and weights
     for one, expected in zip(results[0][:2], results[1][:2]):
         assert_close(one, expected, steps)
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["stacked", "listed"])
+@pytest.mark.parametrize("dtype", ONE_ROUNDING, ids=str)
+def test_groups_that_are_too_long_for_the_device_go_in_pieces(kernels, monkeypatch, dtype, listed) -> None:
+    """A group of 2**32 elements is refused, here of 200: five rows of 40, where the longest group has twelve."""
+    moe, counts, rest = kernels["FusedMoE"], [3, 0, 12, 1], 2
+    monkeypatch.setattr(moe.grouped_products, "_SIZE", 5)
+    monkeypatch.setattr(moe.grouped_products, "_ELEMENTS", 200)
+    monkeypatch.setattr(grouped_matmul_limits, "MAX_OFFSET", 200)
+    x, grad = randn(16 + rest, 24, dtype=dtype), randn(16 + rest, 40, seed=1, dtype=dtype)
+    weights, bias = randn(4, 40, 24, seed=2, dtype=dtype), randn(4, 40, seed=3, dtype=dtype)
+    exact = [tensor.double().requires_grad_() for tensor in (x, weights, bias)]
+    y_exact = in_float64(exact[0][:-rest], [weight.T for weight in exact[1]], counts, exact[2])
+    y_exact.backward(grad[:-rest].double())
+
+    sizes, tail = torch.tensor(counts).npu(), (torch.arange(len(x)) >= 16).unsqueeze(-1).npu()
+    if listed:
+        leaves = [tensor.npu().requires_grad_() for tensor in (x, *weights, *bias)]
+        y = moe.HybridGmmFunction.apply(leaves[0], sizes, tail, True, *leaves[1:])
+        y.backward(grad.npu())
+        d_weights, d_bias = (torch.stack([leaf.grad for leaf in part]) for part in (leaves[1:5], leaves[5:]))
+    else:
+        leaves = [tensor.npu().requires_grad_() for tensor in (x, weights, bias)]
+        y = moe.GmmFunction.apply(leaves[0], leaves[1].mT, sizes, leaves[2], tail)
+        y.backward(grad.npu())
+        d_weights, d_bias = leaves[1].grad, leaves[2].grad
+    assert_close(y[:-rest], y_exact, ONE_ROUNDING[dtype])
+    for found, tensor in zip((leaves[0].grad, d_weights, d_bias), exact):
+        assert_close(found, tensor.grad, ONE_ROUNDING[dtype])
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,9 @@ groups do not reach the last row, the device leaves rows unwritten; ``tail`` say
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -19,6 +22,9 @@ _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_GROUPS = 1024
 MOST_LISTED = 128  # groups of weights that come as a list
 _SIZE = 65536  # every last dimension is below
+# of one group the operator counts elements in 32 bits, those that it reads as those that it writes: CANN's
+# ops-transformer, gmm/grouped_matmul/op_kernel/grouped_matmul.h, MMCompute
+_ELEMENTS = 2**32
 _COLUMNS = 16  # of the ones that sum a bias gradient: one column would have no layout to tell
 
 _M_AXIS, _K_AXIS = 0, 2  # group_type: the rows of x are grouped, or what is summed over
@@ -28,6 +34,7 @@ _SINGLE, _SINGLE_K = 2, 3  # split_item: one tensor comes out
 # op-plugin 7.1.0, of CANN 8.2, op_plugin/ops/opapi/GroupedMatmulKernelNpuOpApi.cpp: "group_type currently only support
 # -1 and 0"; 7.2.0 takes 2, and has the gradients of permutations
 _SUMS_GROUPS = CANN >= (8, 3) and has_gradients()
+_SUMS_ARE_COUNTED = CANN < (9, 1)  # elements of sums over groups, too: UpdateMnConfig of the same file, 8.5.0 and 9.0.0
 
 
 def is_empty(rows: Tensor) -> bool:
@@ -103,6 +110,8 @@ def multiply(
     if tail is not None:
         with unseen_by_checkpoints():
             return multiply(x, weight, counts, bias).masked_fill_(tail, 0)
+    if isinstance(rows := x.shape[0], int) and rows >= _SIZE and has_long_groups(x, *(sizes := weight.shape[1:])):
+        return torch.cat([multiply(x[cut], weight, part, bias) for cut, part in pieces(x, counts, *sizes)])
     biases = None if bias is None else [_as_added(bias, x.dtype)]
     (y,) = torch.ops.npu.npu_grouped_matmul(
         [x],
@@ -123,6 +132,8 @@ def multiply_by_list(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Ten
     """
     if len(weights) == 1:  # that is no list for the operator
         return multiply(x, weights[0].unsqueeze(0), counts, bias)
+    if isinstance(rows := x.shape[0], int) and rows >= _SIZE and has_long_groups(x, *(sizes := weights[0].shape)):
+        return torch.cat([multiply_by_list(x[cut], weights, part, bias) for cut, part in pieces(x, counts, *sizes)])
     (y,) = torch.ops.npu.npu_grouped_matmul(
         [x],
         weights,
@@ -133,6 +144,26 @@ def multiply_by_list(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Ten
         group_list_type=_COUNTS,
     )
     return y
+
+
+def has_long_groups(x: Tensor, *sizes: int) -> bool:
+    """Tell whether ``x`` has rows for a group of more elements of one of the ``sizes`` than the operator counts.
+
+    Fewer than 65536 rows never have, and are not asked. A program of torch.export for any number of rows is for these.
+    """
+    return x.shape[0] * max(sizes) >= _ELEMENTS
+
+
+def pieces(x: Tensor, counts: Tensor, *sizes: int) -> Iterator[tuple[slice, Tensor]]:
+    """Cut the rows of ``x`` so that no group is too long in any piece; yield the rows and the counts of each."""
+    if not has_long_groups(x, *sizes):
+        yield slice(0, x.shape[0]), counts
+        return
+    most = (_ELEMENTS - 1) // max(sizes)
+    ends = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))  # CANN sums int64 on an AI CPU
+    for start in range(0, x.shape[0], most):
+        rows = slice(start, min(start + most, x.shape[0]))
+        yield rows, ends.clamp(rows.start, rows.stop).diff().long()
 
 
 def weight_gradient(x: Tensor, grad: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
@@ -160,6 +191,11 @@ def _summed(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     """Compute :func:`sum_over_rows`: the operator wants a transposed view of contiguous rows, and contiguous rows."""
     if not _SUMS_GROUPS:
         return _added_to_zeros(a, b, counts)
+    if _SUMS_ARE_COUNTED and has_long_groups(a, a.shape[1], b.shape[1]):
+        if a.dtype is not torch.float32:
+            return _added_to_zeros(a, b, counts)
+        parts = pieces(a, counts, a.shape[1], b.shape[1])
+        return reduce(torch.add, (_summed(a[rows], b[rows], part) for rows, part in parts))
     (y,) = torch.ops.npu.npu_grouped_matmul(
         [a.contiguous().t()],
         [b.contiguous()],
@@ -184,8 +220,9 @@ def _added_to_zeros(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
         rows = zip(a[: sum(sizes)].split(sizes), b[: sum(sizes)].split(sizes))
         return torch.stack([left.t().mm(right) for left, right in rows])
     total = a.new_zeros(groups * inner, outer, dtype=torch.float32)
-    ends = counts.cumsum(0, dtype=torch.int32).long()  # CANN sums int64 on an AI CPU
-    torch.ops.npu.npu_grouped_matmul_add_(total, a.contiguous(), b.contiguous(), ends)
+    for rows, part in pieces(a, counts, inner, outer):
+        ends = part.cumsum(0, dtype=torch.int32).long()  # CANN sums int64 on an AI CPU
+        torch.ops.npu.npu_grouped_matmul_add_(total, a[rows].contiguous(), b[rows].contiguous(), ends)
     return total.view(groups, inner, outer).to(a.dtype)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_rope_utils import dynamic_rope_update
 from transformers.utils.deprecation import deprecate_kwarg
 
@@ -53,6 +54,19 @@ def cache_parameter(function: Callable) -> str:
             if re.search(r"Cache\b", str(parameter.annotation)):
                 return name
     raise LookupError("transformers' create_causal_mask takes no cache any more")
+
+
+@functools.cache
+def sdpa_drops_biases() -> bool:
+    """Tell whether transformers' ``sdpa`` reads a bias in a mask as a mask, as up to 5.24.0 with torch_npu.
+
+    Of two keys with the values 0 and 1 and a bias of 3 for the first, it hides the first or gives it 95%.
+    """
+    keys = torch.zeros(1, 1, 2, 1, device="cpu")
+    bias, values = torch.tensor([[[[3.0, 0.0]]]], device="cpu"), torch.tensor([[[[0.0], [1.0]]]], device="cpu")
+    with torch.no_grad():
+        result, _ = sdpa_attention_forward(torch.nn.Module(), keys[:, :, :1], keys, values, bias)
+    return result.item() > 0.5
 
 
 def undecorated(function: FunctionType) -> tuple[FunctionType, tuple[str, ...]]:

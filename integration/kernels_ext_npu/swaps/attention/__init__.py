@@ -25,11 +25,14 @@ from kernels_ext_npu.binding.devices import device_of, is_elsewhere
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import ATTENTION, INDEXERS
 from kernels_ext_npu.matching.classification import BIASED, UNNAMED, attends, text_of
+from kernels_ext_npu.matching.learned_mask_scan import has_learned_mask
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.attention import calls, flash_question, indexers, latents, names, serving
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.swaps.protocol import Row, Swapping
+from kernels_ext_npu.transformers_internals import sdpa_drops_biases
 
+LEARNED_BIAS = "it adds a learned bias to scores, which transformers' sdpa drops on NPUs"
 # accelerate 1.15.0: what refuses windows for torch's context parallelism, and takes masks away from attention
 _DROPS_MASKS = "_attach_context_parallel_hooks"
 # of classes, with what says what is called in place of one
@@ -106,7 +109,7 @@ def rows(model: nn.Module) -> Iterator[Row]:
             yield Row(path, name, served, False, reason, is_candidate=False, kind=ATTENTION.in_models)
         else:
             stranger = forward_binding.stranger(module)
-            remark = _remark(module) if stranger is None else refusals.bypassed_by(stranger)
+            remark = _remark(model, path) if stranger is None else refusals.bypassed_by(stranger)
             yield Row(path, name, kernel, True, remark, kind=ATTENTION.in_models)
 
 
@@ -137,14 +140,16 @@ def _refusal(module: nn.Module) -> str | None:
     return stranger and f"another library has replaced the attention implementation sdpa: {stranger}"
 
 
-def _remark(module: nn.Module) -> str | None:
-    """Return why the kernel computes the attention of a module that names it in torch, with all scores in memory."""
+def _remark(model: nn.Module, path: str) -> str | None:
+    """Return why the kernel computes it in torch, with all scores in memory, or unlike what stands for it otherwise."""
+    module = model.get_submodule(path)
     if is_elsewhere(module):
         return f"in torch, since it is on {device_of(module)}"
     limit = serving.limit(module, *_dtype_and_softcap(module))
     if limit in (serving.IN_FLOAT64, serving.CAPPED, BIASED):
         return f"in torch, {'where' if limit is BIASED else 'since'} {text_of(limit)}"
-    return None
+    drops_biases = sdpa_drops_biases() and not serving.is_eager_by_default(type(module.config))
+    return LEARNED_BIAS if drops_biases and has_learned_mask(model, path) else None
 
 
 def _dtype_and_softcap(module: nn.Module) -> tuple[torch.dtype, Any]:

@@ -6,12 +6,14 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, BeitConfig, BeitModel, PreTrainedModel
+from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernels_ext_npu
 import softnpu
+from kernels_ext_npu.transformers_internals import sdpa_drops_biases
 from tests.support import zoo
 from tests.support.attention_models import BATCHES, build, on_npu
 from tests.support.launches import ATTENTION as LAUNCH
@@ -95,6 +97,43 @@ def test_biases_of_positions_are_those_of_eager_attention(registered) -> None:
         if "bias_table" in name:
             assert one.grad.abs().max() > 0
             torch.testing.assert_close(other.grad.cpu(), one.grad, atol=1e-5, rtol=1e-4)
+
+
+def remarks(model: nn.Module) -> set[str | None]:
+    """What is said of attention that is served."""
+    rows = [row for row in kernels_ext_npu.report(model) if row.kind == "attention"]
+    assert all(row.swapped for row in rows)
+    return {row.reason for row in rows}
+
+
+def biases_of_positions(learned: bool) -> dict[str, PreTrainedModel]:
+    """Build models that add a bias to a mask, in attention, in a layer, in an encoder; or the same without one."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    image = {"image_size": 32, "patch_size": 8}
+    layer, encoder = ({f"use_{place}relative_position_bias": learned} for place in ("", "shared_"))
+    models = {
+        "layer": BeitModel(BeitConfig(**sizes, **image, **layer)),
+        "encoder": BeitModel(BeitConfig(**sizes, **image, **encoder)),
+        "attention": zoo.build("swin") if learned else zoo.build("vit"),
+        "formula": zoo.build("doge") if learned else zoo.build("llama"),
+    }
+    return {name: kernels_ext_npu.kernelize(model.to("npu")) for name, model in models.items()}
+
+
+@pytest.mark.parametrize("place", ["attention", "layer", "encoder", "formula"])
+def test_a_report_says_where_a_bias_is_added_that_sdpa_drops(registered, place) -> None:
+    found = remarks(biases_of_positions(learned=True)[place])
+    assert found == {"it adds a learned bias to scores, which transformers' sdpa drops on NPUs"}
+    assert remarks(biases_of_positions(learned=False)[place]) == {None}
+
+
+def test_nothing_is_said_of_biases_that_sdpa_adds(registered, monkeypatch) -> None:
+    """transformers' own function, as it is where torch_npu is not installed."""
+    monkeypatch.setattr(sdpa_attention, "_is_torch_npu_available", False)
+    sdpa_drops_biases.cache_clear()
+    found = [remarks(model) for model in biases_of_positions(learned=True).values()]
+    sdpa_drops_biases.cache_clear()
+    assert found == [{None}] * 4
 
 
 # ---- when it is not --------------------------------------------------------------------------------------------------

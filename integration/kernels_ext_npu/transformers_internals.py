@@ -17,6 +17,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_rope_utils import dynamic_rope_update
@@ -62,11 +63,11 @@ def sdpa_drops_biases() -> bool:
 
     Of two keys with the values 0 and 1 and a bias of 3 for the first, it hides the first or gives it 95%.
     """
-    keys = torch.zeros(1, 1, 2, 1, device="cpu")
-    bias, values = torch.tensor([[[[3.0, 0.0]]]], device="cpu"), torch.tensor([[[[0.0], [1.0]]]], device="cpu")
-    with torch.no_grad():
+    with _disable_current_modes(), torch.device("cpu"), torch.no_grad():  # fake tensors would have no values
+        keys = torch.zeros(1, 1, 2, 1)
+        bias, values = torch.tensor([[[[3.0, 0.0]]]]), torch.tensor([[[[0.0], [1.0]]]])
         result, _ = sdpa_attention_forward(torch.nn.Module(), keys[:, :, :1], keys, values, bias)
-    return result.item() > 0.5
+        return result.item() > 0.5
 
 
 def undecorated(function: FunctionType) -> tuple[FunctionType, tuple[str, ...]]:

@@ -24,9 +24,9 @@ def run(folder: Path) -> dict[str, Any]:
     heads: list[int] = []
     absorbed = latents.Latents._absorbed
 
-    def noted(self, query: Tensor) -> Tensor:
+    def noted(self, query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         heads.append(query.shape[1])
-        return absorbed(self, query)
+        return absorbed(self, query, *args)
 
     with engines.registered(True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(latents.Latents, "_absorbed", noted)

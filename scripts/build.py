@@ -8,6 +8,7 @@ is made where it is needed: kernels_ext_npu/distribution/variants.py.
 from __future__ import annotations
 
 import argparse
+import ast
 import base64
 import hashlib
 import sys
@@ -24,6 +25,7 @@ from kernels_ext_npu.distribution.variants import METADATA, NOARCH, names, renam
 from kernels_ext_npu.distribution.variants import render as render_metadata
 
 ROOT = Path(__file__).resolve().parent.parent
+COMMON = "_common"  # in each package, a link to the folder of that name at the root
 # Of the strict variants the tree holds those for this CANN, which show what sets one apart. A copy of every file for
 # each of the others would hide in a review what has changed.
 _CANN_IN_TREE = "-cann82-"
@@ -54,10 +56,34 @@ def render(repository: Path, variants: Iterable[str]) -> dict[str, bytes]:
     """Return what the source of a repository gives: path below ``build``, which begins with a variant -> content."""
     general = tomllib.loads((repository / "build.toml").read_text())["general"]
     package = repository / "torch-ext" / general["name"].replace("-", "_")
-    source = {str(path.relative_to(package)): path.read_bytes() for path in sorted(package.rglob("*.py"))}
+    source = {path: (package / path).read_bytes() for path in sources(package)}
     source[f"{repository.name}/__init__.py"] = SHIM.encode()
     files = source | {METADATA: _metadata(general, source)}
     return {f"{name}/{path}": content for name in variants for path, content in renamed(files, name).items()}
+
+
+def sources(package: Path) -> list[str]:
+    """Return the files of a package by their paths in it: its own, and the common ones that these import."""
+    own = sorted(path.relative_to(package) for path in package.rglob("*.py") if COMMON not in path.parts)
+    needed, waiting = {"__init__"}, [common for path in own for common in imported(package / path, COMMON)]
+    for name in waiting:  # grows while it runs
+        if name not in needed:
+            needed.add(name)
+            waiting += imported(package / COMMON / f"{name}.py", "")
+    return [*map(str, own), *(f"{COMMON}/{name}.py" for name in sorted(needed) if len(needed) > 1)]
+
+
+def imported(path: Path, package: str) -> list[str]:
+    """Return the modules of a package that a file imports, by their names there; the one without a name is its own."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and node.level]
+    found = []
+    for node in nodes:
+        above, _, name = f".{node.module or ''}".rpartition(".")
+        if node.module == package or (not package and not node.module):
+            found += [alias.name for alias in node.names]
+        elif above.lstrip(".") == package:
+            found.append(name)
+    return found
 
 
 def differences(repository: Path, root: Path = ROOT) -> list[str]:

@@ -16,7 +16,7 @@ TOKENS, EXPERTS, SIZE = 300, 24, 64
 def product(kernel, monkeypatch):
     """The product, however few the tokens are."""
     module = import_module(f"{kernel.__name__}.router_product")
-    monkeypatch.setattr(module.mixed, "LARGE", 0)
+    monkeypatch.setattr(module.split_bf16, "LARGE", 0)
     return module.float32_logits
 
 

@@ -19,7 +19,7 @@ SHAPES = [shape for rank in RANKS for shape in ((rank, H), (N, rank))]
 @pytest.fixture
 def mixed(kernel, monkeypatch):
     """The products in question, however small the matrices are."""
-    module = import_module(f"{kernel.__name__}.mixed")
+    module = import_module(f"{kernel.__name__}._common.split_bf16")
     monkeypatch.setattr(module, "LARGE", 0)
     return module
 

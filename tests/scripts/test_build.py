@@ -127,10 +127,12 @@ def test_the_shim_serves_loaders_that_look_for_the_repositorys_name(repository: 
 def test_the_modules_that_are_imported_are_there(repository: Path) -> None:
     """In the variant, whenever they are imported. What absolute imports name may be published."""
     variant = repository / "build" / "torch-npu"
-    own = {path.stem for path in variant.glob("*.py")}
-    for node in (node for path in variant.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            assert {node.module} <= own if node.module else {alias.name for alias in node.names} <= own
+    for path in variant.rglob("*.py"):
+        for node in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)):
+            if node.level:
+                above = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+                named = [above] if above.with_suffix(".py").is_file() else [above / alias.name for alias in node.names]
+                assert all(each.with_suffix(".py").is_file() or each.is_dir() for each in named), (path, node.lineno)
 
 
 # ---- chosen ----------------------------------------------------------------------------------------------------------

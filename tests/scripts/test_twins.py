@@ -75,22 +75,13 @@ def test_no_file_stands_twice() -> None:
     assert [paths for paths in by_content.values() if len(paths) > 1] == []
 
 
-def test_a_repository_links_the_common_files_that_it_imports() -> None:
-    """By their names; what several repositories do not import is not common."""
-    linked = defaultdict(set)
+def test_what_several_repositories_import_is_common() -> None:
+    """Each has a link to the folder, and its variants hold those files that it imports."""
+    importing: defaultdict[str, set[Path]] = defaultdict(set)
     for package in build.ROOT.glob("*/torch-ext/*"):
-        links = {path for path in package.iterdir() if path.is_symlink()}
-        assert {path.resolve() for path in links} == {COMMON / path.name for path in links}
-        assert {path.stem for path in links} <= imported(package)
-        for path in links:
-            linked[path.name].add(package)
-    assert linked.keys() == {path.name for path in COMMON.glob("*.py")}
-    assert [name for name, packages in linked.items() if len(packages) == 1] == []
-
-
-def imported(package: Path) -> set[str]:
-    """The modules of a package that its files import."""
-    nodes = [node for path in package.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
-    relative = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
-    beside = {alias.name for node in relative if not node.module for alias in node.names}
-    return beside | {node.module for node in relative if node.module}
+        assert (package / build.COMMON).resolve() == COMMON
+        for name in build.sources(package):
+            if name.startswith(build.COMMON):
+                importing[Path(name).name].add(package)
+    assert importing.keys() == {path.name for path in COMMON.glob("*.py")}
+    assert [name for name, packages in importing.items() if len(packages) == 1] == []

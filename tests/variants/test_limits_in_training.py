@@ -113,7 +113,7 @@ def test_groups_that_are_too_long_for_the_device_go_in_pieces(kernels, monkeypat
     """A group of 2**32 elements is refused, here of 200: five rows of 40, where the longest group has twelve."""
     moe, counts, rest = kernels["FusedMoE"], [3, 0, 12, 1], 2
     monkeypatch.setattr(moe.grouped_products, "_SIZE", 5)
-    monkeypatch.setattr(moe.grouped_products, "_ELEMENTS", 200)
+    monkeypatch.setattr(moe.grouped_products, "_GROUP_ELEMENTS", 200)
     monkeypatch.setattr(grouped_matmul_limits, "MAX_OFFSET", 200)
     x, grad = randn(16 + rest, 24, dtype=dtype), randn(16 + rest, 40, seed=1, dtype=dtype)
     weights, bias = randn(4, 40, 24, seed=2, dtype=dtype), randn(4, 40, seed=3, dtype=dtype)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from . import pieces as pieces_of
-from .autocast import autocast_dtype
+from ._common.autocast import autocast_dtype
+from ._common.functorch import is_transformed
 from .objective import Objective
-from .transforms import is_transformed
 
 
 def reduced(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import in_torch, pieces
-from .derivatives import by_formula, gradients
+from ._common.derivatives import by_formula, gradients
 from .linear import cut, gradients_of_head
 from .objective import Gradient, Objective, log_sum_exp
 

@@ -6,6 +6,10 @@ from torch import Tensor
 
 from . import in_torch
 from . import pieces as pieces_of
+from ._common.autocast import without_autocast
+from ._common.checkpoints import unseen_by_checkpoints
+from ._common.distributed import is_distributed
+from ._common.functorch import is_transformed
 from .arguments import (
     as_autocast,
     check_head,
@@ -16,13 +20,9 @@ from .arguments import (
     reduced,
     refuse_labels_beyond,
 )
-from .autocast import without_autocast
-from .checkpoints import unseen_by_checkpoints
-from .distributed import is_distributed
 from .entropy import LinearCrossEntropyWithEntropy
 from .functional import linear_cross_entropy
 from .shard import Shard
-from .transforms import is_transformed
 
 
 def linear_log_probs(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import in_torch, one_word, pieces
-from .derivatives import gradients
+from ._common.derivatives import gradients
 from .float16 import brought_within
 from .head import logits_and_statistics
 from .objective import Objective, statistics_dtype

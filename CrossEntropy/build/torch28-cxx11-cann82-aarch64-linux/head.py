@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .cann import CANN
+from ._common.cann import CANN
 from .objective import Objective, Statistics
 
 _LONGEST = 65534  # elements of a hidden state: CANN, aclnnFusedLinearOnlineMaxSum

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import in_torch, one_word, pieces
-from .derivatives import by_formula, gradients
+from ._common.derivatives import by_formula, gradients
 from .head import logits_and_statistics
 from .objective import Gradient, Objective, statistics_dtype
 from .shard import Shard

@@ -8,6 +8,11 @@ from torch.nn import functional as F
 
 from . import in_torch
 from . import pieces as pieces_of
+from ._common.autocast import without_autocast
+from ._common.checkpoints import unseen_by_checkpoints
+from ._common.derivatives import by_formula, gradients
+from ._common.distributed import is_distributed
+from ._common.functorch import is_transformed
 from .arguments import (
     as_autocast,
     check_head,
@@ -17,14 +22,9 @@ from .arguments import (
     objective_of,
     over_rows,
 )
-from .autocast import without_autocast
-from .checkpoints import unseen_by_checkpoints
-from .derivatives import by_formula, gradients
-from .distributed import is_distributed
 from .divergence import Divergence, Statistics
 from .float16 import brought_within, power_of_two
 from .objective import statistics_dtype
-from .transforms import is_transformed
 
 
 class LinearDivergence(torch.autograd.Function):

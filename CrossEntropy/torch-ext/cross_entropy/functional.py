@@ -9,6 +9,10 @@ from torch import Tensor
 
 from . import in_torch
 from . import pieces as pieces_of
+from ._common.autocast import without_autocast
+from ._common.checkpoints import unseen_by_checkpoints
+from ._common.distributed import is_distributed
+from ._common.functorch import is_transformed
 from .arguments import (
     as_autocast,
     check_head,
@@ -20,14 +24,10 @@ from .arguments import (
     reduced,
     refuse_labels_beyond,
 )
-from .autocast import without_autocast
 from .by_tokens import LinearCrossEntropyByTokens
-from .checkpoints import unseen_by_checkpoints
-from .distributed import is_distributed
 from .linear import LinearCrossEntropy
 from .rows import CrossEntropy
 from .shard import Shard
-from .transforms import is_transformed
 
 
 def cross_entropy(

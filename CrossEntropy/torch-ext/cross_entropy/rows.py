@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import in_torch, one_word, pieces
-from .derivatives import by_formula, gradients
+from ._common.derivatives import by_formula, gradients
 from .objective import Objective
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .derivatives import gradients
+from ._common.derivatives import gradients
+from ._common.second_order import let_differentiate
 from .in_torch import attend_in_torch, attend_packed_in_torch
 from .operators import band_or_mask
 from .options import Options, Sequences
-from .second_order import let_differentiate
 
 
 def register_derivative_of_attention() -> None:

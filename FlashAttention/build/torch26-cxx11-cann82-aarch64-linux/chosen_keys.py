@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import narrowed
-from .autocast import without_autocast
+from ._common.arguments import narrowed
+from ._common.autocast import without_autocast
+from ._common.second_order import differentiable_once
 from .description import MaskDescription
 from .in_torch import outside, softmax
 from .limits import INTEGERS, of_one_dtype, reads_chosen_in_place
 from .options import Band
 from .packing import Packing
-from .second_order import differentiable_once
 
 BYTES = 2**28  # of what is made for some queries at a time
 ABSENT = -1  # an index for which there is no key

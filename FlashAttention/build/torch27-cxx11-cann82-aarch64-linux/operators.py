@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from .captures import capturing
+from ._common.captures import capturing
 from .options import CAUSAL, FULL, Band, Options
 from .selective_checkpoints import unseen
 

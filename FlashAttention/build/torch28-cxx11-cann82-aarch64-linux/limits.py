@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .autocast import autocast_dtype
-from .cann import CANN
-from .distributed import is_distributed
+from ._common.autocast import autocast_dtype
+from ._common.cann import CANN
+from ._common.distributed import is_distributed
+from ._common.functorch import is_transformed
 from .operators import takes_sinks
 from .options import Band, Options, Sequences
-from .transforms import is_transformed
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

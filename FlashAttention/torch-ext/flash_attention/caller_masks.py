@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .captures import capturing
+from ._common.captures import capturing
 from .description import MaskDescription
 from .in_torch import outside
 from .options import FULL, Band

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .autocast import without_autocast
-from .captures import capturing
+from ._common.autocast import without_autocast
+from ._common.captures import capturing
 from .chosen_keys import ABSENT, in_budget, mask_of, masked
 from .description import MaskDescription
 from .limits import MOST_ROWS_COPIED, is_fused_choice, of_one_dtype

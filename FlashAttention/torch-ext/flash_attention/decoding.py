@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .cann import CANN
+from ._common.cann import CANN
 from .limits import LATENT, LATENT_HEADS, ROTATED, is_fused, needs_gradient
 from .options import FULL, Band, Options
 

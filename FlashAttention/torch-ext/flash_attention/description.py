@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from .captures import capturing
+from ._common.captures import capturing
 from .lengths import HostValues, in_other_sequences
 from .options import CAUSAL, FULL, Band, Sequences
 from .packing import Packing

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .captures import capturing
+from ._common.captures import capturing
 from .selective_checkpoints import unseen
 
 # the values of cumulative lengths, with the version of the tensor that they were read from

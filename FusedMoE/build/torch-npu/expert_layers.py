@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from . import grouped_products, permutation
+from ._common.distributed import is_distributed
+from ._common.functorch import is_transformed
 from .blocks import is_silu
 from .calls import is_replaced, is_watched
-from .distributed import is_distributed
 from .functional import fused_experts
 from .gates import SWIGLU, Activation
 from .grouped_products import GmmFunction
 from .layer import Layer
-from .transforms import is_transformed
 
 
 class ClampedExperts(Layer):

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from . import permutation
-from .derivatives import by_formula, gradients
+from ._common.derivatives import by_formula, gradients
+from ._common.last_forward import Latest
 from .gates import Gate
 from .grouped_products import bias_gradient, multiply, weight_gradient
 from .in_torch import experts_in_torch
-from .latest import Latest
 
 
 def without_gradient(

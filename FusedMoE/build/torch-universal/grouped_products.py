@@ -12,9 +12,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from .cann import CANN
-from .checkpoints import unseen_by_checkpoints
-from .derivatives import by_formula, gradients
+from ._common.cann import CANN
+from ._common.checkpoints import unseen_by_checkpoints
+from ._common.derivatives import by_formula, gradients
 from .in_torch import product_in_torch
 from .permutation import has_gradients
 
@@ -24,7 +24,7 @@ MOST_LISTED = 128  # groups of weights that come as a list
 _SIZE = 65536  # every last dimension is below
 # of one group the operator counts elements in 32 bits, those that it reads as those that it writes: CANN's
 # ops-transformer, gmm/grouped_matmul/op_kernel/grouped_matmul.h, MMCompute
-_ELEMENTS = 2**32
+_GROUP_ELEMENTS = 2**32
 _COLUMNS = 16  # of the ones that sum a bias gradient: one column would have no layout to tell
 
 _M_AXIS, _K_AXIS = 0, 2  # group_type: the rows of x are grouped, or what is summed over
@@ -151,7 +151,7 @@ def has_long_groups(x: Tensor, *sizes: int) -> bool:
 
     Fewer than 65536 rows never have, and are not asked. A program of torch.export for any number of rows is for these.
     """
-    return x.shape[0] * max(sizes) >= _ELEMENTS
+    return x.shape[0] * max(sizes) >= _GROUP_ELEMENTS
 
 
 def pieces(x: Tensor, counts: Tensor, *sizes: int) -> Iterator[tuple[slice, Tensor]]:
@@ -159,7 +159,7 @@ def pieces(x: Tensor, counts: Tensor, *sizes: int) -> Iterator[tuple[slice, Tens
     if not has_long_groups(x, *sizes):
         yield slice(0, x.shape[0]), counts
         return
-    most = (_ELEMENTS - 1) // max(sizes)
+    most = (_GROUP_ELEMENTS - 1) // max(sizes)
     ends = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))  # CANN sums int64 on an AI CPU
     for start in range(0, x.shape[0], most):
         rows = slice(start, min(start + most, x.shape[0]))

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from . import grouped_products
-from .checkpoints import unseen_by_checkpoints
-from .derivatives import by_formula, gradients
+from ._common.adjacent_storage import joined
+from ._common.checkpoints import unseen_by_checkpoints
+from ._common.derivatives import by_formula, gradients
 from .grouped_products import MOST_LISTED, bias_gradient, is_empty, multiply_by_list, sum_over_rows
 from .in_torch import product_in_torch
-from .neighbours import joined
 
 
 class HybridGmmFunction(torch.autograd.Function):

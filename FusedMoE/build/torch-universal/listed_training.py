@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from . import listed_products, permutation
-from .derivatives import by_formula, gradients
+from ._common.derivatives import by_formula, gradients
+from ._common.last_forward import Latest
 from .gates import SWIGLU
 from .in_torch import experts_in_torch
-from .latest import Latest
 
 
 class ListedExpertsFunction(torch.autograd.Function):

@@ -20,14 +20,14 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .clipped import (
+from ._common.clipped import (
     clipped_swiglu_gradient,
     clipped_swiglu_in_torch,
     has_clipped_gradient,
     has_clipped_swiglu,
     launch_clipped_swiglu,
 )
-from .derivatives import by_formula, gradients
+from ._common.derivatives import by_formula, gradients
 from .geglu import geglu_gradient, launch_geglu
 
 _CALL = nn.Module._wrapped_call_impl

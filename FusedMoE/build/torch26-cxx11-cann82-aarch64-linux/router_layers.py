@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .autocast import autocast_dtype, without_autocast
+from ._common.autocast import autocast_dtype, without_autocast
 from .calls import is_replaced, is_watched
 from .gating import gating_top_k
 from .layer import Layer

@@ -14,13 +14,13 @@ from torch.nn.modules import linear
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import grouped_products, permutation
+from ._common.adjacent_storage import are_neighbours
+from ._common.distributed import is_distributed
+from ._common.functorch import is_transformed
 from .calls import is_replaced, is_watched, remember_forward
-from .distributed import is_distributed
 from .gates import SWIGLU
 from .listed_products import HybridGmmFunction
 from .listed_training import ListedExpertsFunction
-from .neighbours import are_neighbours
-from .transforms import is_transformed
 
 __all__ = ["ListedExperts", "experts_of", "fused_listed_experts", "is_silu", "remember_forward", "unfit"]
 
@@ -71,7 +71,7 @@ def experts_of(block: nn.Module, hidden_states: Tensor, top_k: int) -> ListedExp
     """Return the experts of a block that sends each token to ``top_k``; None where they are computed one by one.
 
     The reasons are what :func:`unfit` says, and: limits of the operators, another dtype, also by autocast, the CPU, and
-    that torch transforms what runs: transforms.py.
+    that torch transforms what runs: functorch.py of the common files.
     """
     if hidden_states.device.type != "npu" or is_transformed() or is_distributed(hidden_states):
         return None

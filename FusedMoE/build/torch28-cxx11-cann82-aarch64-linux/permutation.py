@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cann import CANN
-from .derivatives import gradients
+from ._common.cann import CANN
+from ._common.derivatives import gradients
 
 _MOST_ROWS = (1 << 24) - 2  # npu_moe_token_permute sorts indices as float32
 _MOST_CHOICES = 512

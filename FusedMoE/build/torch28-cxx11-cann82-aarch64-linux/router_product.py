@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import mixed
-from .derivatives import gradients
-from .distributed import is_distributed
-from .transforms import is_transformed
+from ._common import split_bf16
+from ._common.derivatives import gradients
+from ._common.distributed import is_distributed
+from ._common.functorch import is_transformed
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -32,7 +32,7 @@ def float32_logits(x: Tensor, weight: Tensor) -> Tensor:
         return _in_torch(x, weight)
     if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         return _wide_product(x, weight)
-    return _Float32Logits.apply(x, weight) if mixed.takes(x, torch.float32) else _in_torch(x, weight)
+    return _Float32Logits.apply(x, weight) if split_bf16.takes(x, torch.float32) else _in_torch(x, weight)
 
 
 class _Float32Logits(torch.autograd.Function):
@@ -49,7 +49,7 @@ class _Float32Logits(torch.autograd.Function):
         if torch.is_grad_enabled():
             return tuple(gradients(_in_torch, (x, weight), ctx.needs_input_grad, grad))
         needs_x, needs_weight = ctx.needs_input_grad
-        pieces = mixed.pieces_of(grad).transpose(0, 1).flatten(1)  # side by side
+        pieces = split_bf16.pieces_of(grad).transpose(0, 1).flatten(1)  # side by side
         d_x = pieces @ weight.repeat(3, 1) if needs_x else None
         if not needs_weight:
             return d_x, None
@@ -72,4 +72,4 @@ def _is_fused(x: Tensor, weight: Tensor) -> bool:
     if x.dtype not in _NARROW or x.dtype is not weight.dtype or x.device.type != "npu" or not x.numel():
         return False
     transformed = is_transformed() or is_distributed(x, weight) or torch.is_autocast_enabled("npu")
-    return not transformed and mixed.has_wide_result()
+    return not transformed and split_bf16.has_wide_result()

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from . import grouped_products, permutation
+from ._common.distributed import is_distributed
+from ._common.functorch import is_transformed
 from .checks import check_experts, check_indices, check_product
-from .distributed import is_distributed
 from .gates import SWIGLU, Activation, Gate, GateFunction
 from .grouped_products import GmmFunction
 from .in_torch import experts_in_torch, product_in_torch
 from .stacked_training import StackedExpertsFunction, without_gradient
-from .transforms import is_transformed
 from .whole import on_whole
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .distributed import is_distributed
+from ._common.distributed import is_distributed
 
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, Replicate

@@ -2,7 +2,7 @@
 
 The scale is applied to what an adapter's first factor gives, which is small. An adapter may be float32 beside layers of
 16 bits, as peft makes them: then its products are float32, and what it adds is rounded with what it is added to. Large
-inputs and gradients of bfloat16 are not cast for that: ``mixed.py``.
+inputs and gradients of bfloat16 are not cast for that: ``split_bf16.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import mixed
+from ._common import split_bf16
 
 
 class Adapter(NamedTuple):
@@ -53,7 +53,7 @@ def input_of(adapter: Adapter, x: Tensor) -> Tensor | None:
 
 def operand(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what is multiplied with factors of a dtype in the place of a matrix: itself where that takes no cast."""
-    return x if mixed.takes(x, dtype) else x.to(dtype)
+    return x if split_bf16.takes(x, dtype) else x.to(dtype)
 
 
 def scaled_product(left: Tensor, right: Tensor, scale: float = 1, out: Tensor | None = None) -> Tensor:
@@ -63,7 +63,7 @@ def scaled_product(left: Tensor, right: Tensor, scale: float = 1, out: Tensor | 
     product. Beside an :func:`operand` of bfloat16 a factor is float32.
     """
     if left.dtype is not right.dtype:
-        product = mixed.mixed_product(left, right, out)
+        product = split_bf16.mixed_product(left, right, out)
         return product if scale == 1 else product.mul_(scale)
     if scale == 1:
         return torch.mm(left, right) if out is None else torch.mm(left, right, out=out)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from . import masks
+from ._common.derivatives import by_formula
 from .adapted_together import one_by_one
 from .adapters import Adapter, add_product, in_torch, operand, scaled_product
-from .derivatives import by_formula
 from .products import product, rows_of
 from .several import gradients_of
 

@@ -9,17 +9,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import adapted_together, dropped_together
+from ._common.adjacent_storage import are_neighbours
+from ._common.checkpoints import unseen_by_checkpoints
+from ._common.distributed import is_distributed
+from ._common.functorch import is_transformed
 from .adapted import AdaptedLinear, outputs_of
 from .adapted_pair import AdaptedPair, pair_of
 from .adapted_together import AdaptedLinears
 from .adapters import Adapter, in_torch, input_of
 from .alone import Linear
-from .checkpoints import unseen_by_checkpoints
-from .distributed import is_distributed
 from .dropped_together import DroppedLinears
-from .neighbours import are_neighbours
 from .several import Linears
-from .transforms import is_transformed
 
 _ADAPTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ._common.derivatives import by_formula, gradients
 from .adapters import Adapter, add_product, in_torch, operand, scaled_product
-from .derivatives import by_formula, gradients
 from .products import product, rows_of
 from .several import gradients_of
 

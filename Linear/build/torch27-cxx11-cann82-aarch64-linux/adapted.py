@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._common.derivatives import by_formula, gradients
 from .adapters import Adapter, add_product, in_torch, operand, scaled_product
-from .derivatives import by_formula, gradients
 from .products import product, rows_of
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from . import segment
+from ._common.functorch import is_transformed
+from ._common.second_order import differentiable_once
 from .chunks import CHUNK, from_chunks, to_chunks
 from .scan import States
-from .second_order import differentiable_once
 from .segment import RuleOptions, Tokens
 from .sequences import Bounds, bounds
-from .transforms import is_transformed
 
 BUDGET = 5 * 2**30  # bytes that the chunks of a segment may take while they are computed
 

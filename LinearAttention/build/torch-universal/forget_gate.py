@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .derivatives import by_formula, gradients
-from .distributed import is_distributed
+from ._common.derivatives import by_formula, gradients
+from ._common.distributed import is_distributed
+from ._common.functorch import is_transformed
 from .gates import dots
-from .transforms import is_transformed
 
 _THRESHOLD = 20.0  # from here on softplus(x) is x, in transformers as in torch
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .transforms import is_transformed
+from ._common.functorch import is_transformed
 
 
 class States(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .transforms import is_transformed
+from ._common.functorch import is_transformed
 
 CHUNK = 32  # tokens: a gradient keeps one state of each chunk
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .arguments import check_tensors
+from ._common.arguments import check_tensors
 from .empty import empty_of
 from .sequences import numbers_of
 

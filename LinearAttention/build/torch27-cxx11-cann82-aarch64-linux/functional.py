@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .arguments import check_tensors, narrowed
-from .autocast import without_autocast
+from ._common.arguments import check_tensors, narrowed
+from ._common.autocast import without_autocast
 from .delta_rule import delta_rule
 from .empty import empty_of
 from .packed_states import final_states

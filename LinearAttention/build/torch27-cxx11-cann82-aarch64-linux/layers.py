@@ -18,7 +18,8 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-from . import convolution, forget_gate, functional, linear_recurrence, selective_scan, silu
+from . import convolution, forget_gate, functional, linear_recurrence, selective_scan
+from ._common import silu
 
 _CALL = nn.Module._wrapped_call_impl  # torch's own, whatever somebody has put in its place
 Result = tuple[Tensor, Tensor | None]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import check_tensors, narrowed
-from .autocast import without_autocast
+from ._common.arguments import check_tensors, narrowed
+from ._common.autocast import without_autocast
+from ._common.functorch import is_transformed
+from ._common.second_order import differentiable_once
 from .empty import empty_of
-from .second_order import differentiable_once
-from .transforms import is_transformed
 from .walk import before_chunks, behind_chunks, from_steps, in_steps, state_gradients, states
 
 

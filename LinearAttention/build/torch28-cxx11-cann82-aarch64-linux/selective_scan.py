@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .arguments import check_tensors, narrowed
-from .autocast import without_autocast
+from ._common.arguments import check_tensors, narrowed
+from ._common.autocast import without_autocast
+from ._common.functorch import is_transformed
+from ._common.second_order import differentiable_once
 from .empty import empty_of
-from .second_order import differentiable_once
-from .transforms import is_transformed
 from .walk import CHUNK, before_chunks, behind_chunks, from_steps, in_steps, state_gradients, states
 
 BUDGET = 5 * 2**30  # bytes that the states of a segment may take while they are computed

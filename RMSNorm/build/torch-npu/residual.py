@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .distributed import is_distributed
+from ._common.distributed import is_distributed
 from .functional import add_rms_norm, is_fused_with_add
 from .layers import RMSNorm, RMSNormCastLast, eps_of, is_hooked
 

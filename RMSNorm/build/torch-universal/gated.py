@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .derivatives import by_formula, gradients
-from .distributed import is_distributed
+from ._common.derivatives import by_formula, gradients
+from ._common.distributed import is_distributed
 from .functional import is_norm_fused, norm
 
 

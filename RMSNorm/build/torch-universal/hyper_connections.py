@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .arguments import check_tensors
-from .autocast import without_autocast
-from .derivatives import gradients
-from .distributed import is_distributed
-from .transforms import is_transformed
+from ._common.arguments import check_tensors
+from ._common.autocast import without_autocast
+from ._common.derivatives import gradients
+from ._common.distributed import is_distributed
+from ._common.functorch import is_transformed
 
 _NEGLIGIBLE = 1e-5  # an eps whose part in sums of one is that of the roundings of float32, some of each round
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .arguments import check_tensors
-from .cann import CANN
-from .derivatives import gradients
-from .distributed import is_distributed
-from .second_order import let_differentiate
-from .transforms import is_transformed
+from ._common.arguments import check_tensors
+from ._common.cann import CANN
+from ._common.derivatives import gradients
+from ._common.distributed import is_distributed
+from ._common.functorch import is_transformed
+from ._common.second_order import let_differentiate
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # op-plugin 7.1.0, of CANN 8.2, torch_npu-npu_rms_norm.md: gamma is in the dtype of self; 7.2.0 has pairs with float32

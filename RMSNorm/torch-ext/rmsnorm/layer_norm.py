@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .arguments import check_tensors
-from .derivatives import by_formula, gradients
-from .distributed import is_distributed
-from .transforms import is_transformed
+from ._common.arguments import check_tensors
+from ._common.derivatives import by_formula, gradients
+from ._common.distributed import is_distributed
+from ._common.functorch import is_transformed
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-from . import silu
+from ._common import silu
 from .functional import norm, zero_centered_norm
 from .gated import GATES, gated_norm
 from .hyper_connections import hyper_connection, hyper_head, independent_hyper_connection

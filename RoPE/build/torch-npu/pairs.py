@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .distributed import is_distributed
+from ._common.distributed import is_distributed
+from ._common.functorch import is_transformed
 from .limits import DTYPES, HEAD_SIZE, fits_half, fits_half_gradient, fits_interleave
 from .one_token import rotate_one_token
 from .rotation import check, rotate, rotate_back
-from .transforms import is_transformed
 
 # by the id of a cos, until it dies: what tells of that, its sin, what of q and k the layout is for, and the layout.
 # torch's own dictionary of tensors makes a dozen calls to find one

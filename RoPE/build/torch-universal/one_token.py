@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cann import CANN
-from .captures import capturing
-from .distributed import is_distributed
+from ._common.cann import CANN
+from ._common.captures import capturing
+from ._common.distributed import is_distributed
 from .limits import DTYPES
 
 _WIDEST_TOGETHER, _BYTES_TOGETHER = 128, 64

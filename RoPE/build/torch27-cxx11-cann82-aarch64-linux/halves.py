@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._common.functorch import is_transformed
 from .functional import apply_multimodal_rotary_pos_emb, apply_rotary_pos_emb
 from .layer import Layer, Pair
 from .one_token import rotate_one_token
 from .pairs import rotate_both
 from .rotation import check, rotate, rotate_part
-from .transforms import is_transformed
 
 
 class RotaryPosEmb(Layer):

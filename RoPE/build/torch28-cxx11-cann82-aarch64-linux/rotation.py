@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .distributed import is_distributed
+from ._common.distributed import is_distributed
+from ._common.functorch import is_transformed
 from .limits import DTYPES, HEAD_SIZE, fits_half, fits_half_gradient, fits_interleave, fits_tokens
-from .transforms import is_transformed
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, float32: bool = False) -> Tensor:

@@ -16,11 +16,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .checkpoints import unseen_by_checkpoints
+from ._common.checkpoints import unseen_by_checkpoints
+from ._common.functorch import is_transformed
 from .frequencies import frequencies_of, scale_of
 from .layer import Layer, Pair
 from .one_token import note_made
-from .transforms import is_transformed
 
 
 class RotaryEmbedding(Layer):

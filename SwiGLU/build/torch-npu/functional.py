@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ._common.clipped import clipped_swiglu_in_torch, has_clipped_gradient, has_clipped_swiglu
+from ._common.distributed import is_distributed
+from ._common.functorch import is_transformed
 from .clamped import clamped_in_torch, clamped_swiglu_fused
-from .clipped import clipped_swiglu_in_torch, has_clipped_gradient, has_clipped_swiglu
-from .distributed import is_distributed
 from .operators import clipped_swiglu_fused, geglu_fused
-from .transforms import is_transformed
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ALIGNMENT = 64  # bytes of a half that npu_swiglu_backward takes: CANN, aclnnSwiGluGrad

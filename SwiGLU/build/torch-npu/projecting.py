@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .neighbours import joined, with_neighbour
+from ._common.adjacent_storage import joined, with_neighbour
 
 
 def project(gate: nn.Module, up: nn.Module, x: Tensor) -> Tensor:

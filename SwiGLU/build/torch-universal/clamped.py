@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .clipped import clipped_swiglu_gradient, has_clipped_swiglu, launch_clipped_swiglu
-from .derivatives import by_formula, gradients
+from ._common.clipped import clipped_swiglu_gradient, has_clipped_swiglu, launch_clipped_swiglu
+from ._common.derivatives import by_formula, gradients
 
 
 def clamped_in_torch(gate: Tensor, up: Tensor, limit: float) -> Tensor:

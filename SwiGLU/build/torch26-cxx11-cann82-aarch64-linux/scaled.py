@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .clipped import launch_clipped_swiglu
-from .derivatives import by_formula, gradients
+from ._common.clipped import launch_clipped_swiglu
+from ._common.derivatives import by_formula, gradients
 
 _NO_LIMIT = torch.finfo(torch.float32).max
 

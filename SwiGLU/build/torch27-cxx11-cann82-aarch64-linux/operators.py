@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .clipped import clipped_swiglu_gradient, clipped_swiglu_in_torch, launch_clipped_swiglu
-from .derivatives import by_formula, gradients
-from .second_order import let_differentiate
+from ._common.clipped import clipped_swiglu_gradient, clipped_swiglu_in_torch, launch_clipped_swiglu
+from ._common.derivatives import by_formula, gradients
+from ._common.second_order import let_differentiate
 
 _NAMESPACE = __name__.partition(".")[0]
 _ERF = 0

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .derivatives import gradients
+from ._common.adjacent_storage import joined, with_neighbour
+from ._common.derivatives import gradients
+from ._common.last_forward import Latest
 from .functional import is_aligned, is_fused_dtype
-from .latest import Latest
-from .neighbours import joined, with_neighbour
 from .operators import GatedUnit
 from .packing import unfit
 

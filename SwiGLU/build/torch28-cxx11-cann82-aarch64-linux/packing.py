@@ -21,9 +21,9 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
+from ._common.adjacent_storage import are_neighbours
 from .activations import meet
 from .memory import immovable, neighbours_in
-from .neighbours import are_neighbours
 from .projecting import project
 
 __all__ = ["meet", "obstacle", "pack", "project", "projections", "separate"]

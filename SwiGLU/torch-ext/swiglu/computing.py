@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ._common.distributed import is_distributed
+from ._common.functorch import is_transformed
 from .activations import is_met, passed_over
-from .distributed import is_distributed
 from .functional import clamped_swiglu_of, exact_geglu_of, geglu_of, swiglu_of, takes_scaled
 from .operators import EXACT_GEGLU, GEGLU, SWIGLU, GatedUnit
 from .packing import TWO_PROJECTIONS, projections, separate
 from .projecting import project
 from .scaled import scaled_swiglu_fused
 from .training import PackedMLP, trains_whole
-from .transforms import is_transformed
 
 # of the forward of a gate whose owner computes it together with the up: a function of both and their input
 _TOGETHER = "_kernels_ext_npu_together"

@@ -1,1 +1,0 @@
-../../../common/mixed.py

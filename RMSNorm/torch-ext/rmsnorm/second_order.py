@@ -1,1 +1,0 @@
-../../../common/second_order.py

@@ -5,6 +5,7 @@ takes, and no newer one waits for what 8.2 waits for.
 """
 
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 import torch
@@ -112,8 +113,9 @@ def test_weights_of_another_dtype_than_the_rows_have_a_gradient(kernels, dtype) 
 def test_groups_that_are_too_long_for_the_device_go_in_pieces(kernels, monkeypatch, dtype, listed) -> None:
     """A group of 2**32 elements is refused, here of 200: five rows of 40, where the longest group has twelve."""
     moe, counts, rest = kernels["FusedMoE"], [3, 0, 12, 1], 2
-    monkeypatch.setattr(moe.grouped_products, "_SIZE", 5)
-    monkeypatch.setattr(moe.grouped_products, "_GROUP_ELEMENTS", 200)
+    products = import_module(f"{moe.__name__}.grouped_products")
+    monkeypatch.setattr(products, "_SIZE", 5)
+    monkeypatch.setattr(products, "_GROUP_ELEMENTS", 200)
     monkeypatch.setattr(grouped_matmul_limits, "MAX_OFFSET", 200)
     x, grad = randn(16 + rest, 24, dtype=dtype), randn(16 + rest, 40, seed=1, dtype=dtype)
     weights, bias = randn(4, 40, 24, seed=2, dtype=dtype), randn(4, 40, seed=3, dtype=dtype)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _VERIFY = "verify and doctor can say nothing of variants"
-_DIGESTS = "verify, doctor and bundle cannot check files"
+_DIGESTS = "verify and doctor cannot check files"
 REPLACE, TAKE = "kernels.layer.layer._replace_forward", "kernels.layer.layer.kernelize_layer"
 TABLE = "kernels.layer.globals._KERNEL_MAPPING"
 # full name -> what is lost without it

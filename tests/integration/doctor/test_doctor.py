@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.integration.distribution.test_bundle_hub import publish
 
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.catalogue import in_words
@@ -17,7 +18,6 @@ from kernels_ext_npu.doctor.checks import kernel_files
 from kernels_ext_npu.doctor.findings import Verdict
 from kernels_ext_npu.doctor.observations import run
 from kernels_ext_npu.doctor.probes import copies_and_cache
-from tests.integration.distribution.test_bundle_hub import publish
 from tests.localhub import LocalHub
 from tests.support import doctor_faults as faults
 
@@ -114,7 +114,7 @@ def test_the_kernels_of_a_hub_take_effect(doctor, localhub: LocalHub, tmp_path: 
     finding = kernel_files.cache(seen)
     assert finding.verdict is Verdict.PROBLEM
     assert f"incomplete: {', '.join(TAKEN)}; absent: {', '.join(NOT_TAKEN)}" in finding.summary
-    assert "kernels-ext-npu bundle --install kernels.zip" in finding.commands
+    assert finding.commands[0].startswith("hf download kernels-ext-npu/RMSNorm --repo-type kernel --revision v1")
 
 
 def test_a_cuda_build_of_torch_is_named(doctor, tmp_path: Path) -> None:

@@ -155,13 +155,11 @@ def install(patches: Patches, serves: Callable[[nn.Module, str], bool]) -> None:
     """
     replace_forward = functools.partial(_replace_forward, serves)
     for module in kernels_internals.callers(kernels_internals.REPLACE):  # in which everything that swaps kernels ends
-        patches.method(module, _replace_forward.__name__, replace_forward, registration.is_active)
+        patches.attribute(module, _replace_forward.__name__, replace_forward)
     patches.method(nn.Module, "__setstate__", _unpickle, registration.is_active)
 
 
-def _replace_forward(
-    serves: Callable[[nn.Module, str], bool], original: Callable, module: nn.Module, layer: type[nn.Module]
-) -> None:
+def _replace_forward(serves: Callable[[nn.Module, str], bool], module: nn.Module, layer: type[nn.Module]) -> None:
     """Put the forward of a layer on a module, or that of its class, in place of what `kernels` calls for it."""
     bound, forward = getattr(vars(module).get("forward"), "__func__", None), layer.forward
     if getattr(bound, "__wrapped__", None) is forward and getattr(bound, MATCHED, None) is type(module).forward:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tests.integration.distribution.test_offline import built
 from tests.localhub import LocalHub
+from tests.support.published_kernels import built
 
 CHOOSE = """
 import sys

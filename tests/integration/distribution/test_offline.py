@@ -13,6 +13,7 @@ from kernels_ext_npu import catalogue
 from kernels_ext_npu.distribution import sources
 from tests.localhub import LocalHub
 from tests.support import zoo
+from tests.support.published_kernels import publish
 
 PAGES = [Path(__file__).resolve().parents[3] / "docs" / name for name in ("offline.md", "offline.zh.md")]
 CONNECTED, CLUSTER = re.findall(r"```sh\n(.*?)```", PAGES[0].read_text(), re.DOTALL)
@@ -49,13 +50,6 @@ for source, folder in zip(sys.argv[1::2], sys.argv[2::2]):
 """
 
 
-def built(name: str) -> dict[str, bytes]:
-    """Return the files of a kernel with one variant: path in its repository -> content."""
-    root = sources.root("bundled") / name
-    paths = [path for path in (root / "build").glob("torch-npu/**/*") if path.is_file() and path.suffix != ".pyc"]
-    return {str(path.relative_to(root)): path.read_bytes() for path in paths}
-
-
 def shell(commands: str, folder: Path, endpoint: str) -> str:
     """Run commands of the page in a folder, with this Python's programs."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "KERNELS_"))}
@@ -71,8 +65,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """HF_HOME, as the commands of the page leave it where there is no internet."""
     connected, cluster = tmp_path_factory.mktemp("connected"), tmp_path_factory.mktemp("cluster")
     with LocalHub() as hub:
-        for name in catalogue.REPOSITORIES:
-            hub.publish(f"kernels-ext-npu/{name}", built(name) | {"README.md": b"# A card"})
+        publish(hub, "card")
         shell(CONNECTED, connected, hub.url)
     (connected / "carried.tar").rename(cluster / "carried.tar")
     assert "torch-npu" in shell(CLUSTER, cluster, NOBODY)  # in the table of what is intact

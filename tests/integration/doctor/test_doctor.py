@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.integration.distribution.test_bundle_hub import publish
 
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.catalogue import in_words
@@ -20,6 +19,7 @@ from kernels_ext_npu.doctor.observations import run
 from kernels_ext_npu.doctor.probes import copies_and_cache
 from tests.localhub import LocalHub
 from tests.support import doctor_faults as faults
+from tests.support.published_kernels import publish
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = "import sys; from kernels_ext_npu.cli import app; app(['doctor', *sys.argv[1:]])"

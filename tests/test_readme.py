@@ -39,6 +39,9 @@ ELSEWHERE = {
     ".venv/bin/python -m softnpu examples/": "tests/docs/test_example_scripts.py runs them",
     "python examples/": "tests/docs/test_recipes.py runs them",
     "source /usr/local/Ascend": "needs CANN",
+    **dict.fromkeys(
+        ("for kernel in", "    hf download", "done", "tar "), "tests/integration/distribution/test_offline.py runs them"
+    ),
     "pip install": "makes the environment of the tests; tests/test_packaging.py installs the package",
 }
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from kernels_ext_npu.lifecycle.kernelize import kernelize, restore
     from kernels_ext_npu.lifecycle.register import register, unregister
     from kernels_ext_npu.reporting.report import Report, report
-    from kernels_ext_npu.swaps.experts.transposing import transpose_experts
     from kernels_ext_npu.swaps.protocol import Row
 
 __version__ = "0.1.0"
@@ -27,7 +26,6 @@ __all__ = [
     "register",
     "report",
     "restore",
-    "transpose_experts",
     "unregister",
 ]
 
@@ -41,12 +39,16 @@ _MODULES = {
     "register": "lifecycle.register",
     "report": "reporting.report",
     "restore": "lifecycle.kernelize",
-    "transpose_experts": "swaps.experts.transposing",
     "unregister": "lifecycle.register",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "transpose_experts":
+        raise AttributeError(
+            "kernels_ext_npu.transpose_experts is gone: npu_grouped_matmul reads the weights of experts as "
+            "transformers stores them, and copies none. Leave the call out; nothing takes its place"
+        )
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -48,7 +48,6 @@ class Mechanism:
         off: what to replace to do without it, each by what a function makes of it.
         without: the kernel repositories that are left out with it.
         models: that have use for it.
-        asked_for: whether a user has to ask for it: then it takes part in no other count.
     """
 
     name: str
@@ -57,7 +56,6 @@ class Mechanism:
     off: tuple[tuple[str, Callable[[Any], Any]], ...] = ()
     without: tuple[str, ...] = ()
     models: tuple[str, ...] = MODELS
-    asked_for: bool = False
 
     @property
     def lines(self) -> int:
@@ -175,13 +173,6 @@ MECHANISMS = (
         ("swaps/experts/implementation.py",),
         off=((f"{_SWAPS}.sequence:SWAPS", _all_but("experts")),),  # which register() installs
         models=MIXTURES,
-    ),
-    Mechanism(
-        "experts stored the other way around",
-        ("swaps/experts/transposing.py",),
-        acts=(FORWARD, LORA, TOKEN),
-        models=MIXTURES,
-        asked_for=True,
     ),
     Mechanism(
         "experts in a list",

@@ -77,7 +77,6 @@ def record(everything: bool = False) -> None:
 
 def count(name: str, act: str, mechanism: Mechanism | None = None) -> Cost | None:
     """Count an act of a model with everything, or without a mechanism; None where peft cannot adapt the model so."""
-    asked_for = mechanism is not None and mechanism.asked_for
     with ExitStack() as stack:
         if mechanism is not None:
             stack.enter_context(mechanism.left_out())
@@ -96,8 +95,6 @@ def count(name: str, act: str, mechanism: Mechanism | None = None) -> Cost | Non
         if act == AUTOCAST:
             _to_bfloat16(parameter for path, parameter in model.named_parameters() if "lora_" in path)
         kernels_ext_npu.kernelize(model.train(act not in _PHASES))
-        if asked_for:
-            kernels_ext_npu.transpose_experts(model)
         inputs, _ = subject.make_inputs(model, 1, TOKENS, values)
         counts = _run(model, act, inputs, values)
     return {
@@ -176,8 +173,7 @@ def _most(recorded: dict[str, Costs], mechanism: Mechanism, act: str) -> str:
     """Write the most that an act of any model costs without a mechanism, in time and at the peak."""
     times, peaks = [], []
     for model in mechanism.models:
-        pair = recorded[model][""].get(act), recorded[model][mechanism.name].get(act)
-        with_it, without = reversed(pair) if mechanism.asked_for else pair
+        with_it, without = recorded[model][""].get(act), recorded[model][mechanism.name].get(act)
         if with_it is not None and without is not None:
             times.append(without["seconds"] / with_it["seconds"] - 1)
             peaks.append(without["peak"] / with_it["peak"] - 1 if act != TOKEN else 0.0)

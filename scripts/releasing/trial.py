@@ -121,16 +121,11 @@ def steps(environment: Environment, version: str, quick_start: str) -> Iterator[
         if not re.search(r"(\d+) of \1 norms", " ".join(report.split())):
             raise ReleaseError(f"README's quick start swaps no norms:\n{report}")
 
-    def carries_its_kernels_over() -> None:
-        environment.run("kernels-ext-npu", "bundle", "--output", str(home / "kernels.zip"))
-        environment.run("kernels-ext-npu", "bundle", "--install", str(home / "kernels.zip"))
-
     tried = {
         "--version": states_its_version,
         "quick start": runs_the_quick_start,
         "doctor": lambda: environment.run("python", "-m", "softnpu", program, "doctor"),
         "selftest": lambda: environment.run("kernels-ext-npu", "selftest", "--quick"),
-        "bundle": carries_its_kernels_over,
     }
     for name, attempt in tried.items():
         yield _step(name, attempt)

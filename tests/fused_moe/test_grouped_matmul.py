@@ -60,17 +60,3 @@ def test_wrong_arguments_of_experts_are_named(kernel, case) -> None:
     with pytest.raises(error) as caught:
         kernel.fused_experts(**given | changes)
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("function", ["store_transposed", "store_contiguous"])
-def test_only_whole_parameters_are_moved(kernel, function) -> None:
-    move = getattr(kernel.layout, function)
-    for wrong, message in (
-        (torch.nn.Parameter(torch.ones(4, 4)), "is [E, A, B], got [4, 4]"),
-        (torch.ones(2, 4, 4), "takes parameters with values, got a Tensor"),
-        (torch.nn.Parameter(torch.ones(4, 4, 4)[:2]), "part of a larger storage"),
-        (torch.nn.Parameter(torch.ones(2, 4, 4, device="meta")), "on meta"),
-    ):
-        with pytest.raises(ValueError, match=function) as caught:
-            move(wrong)
-        assert message in str(caught.value)

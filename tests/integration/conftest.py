@@ -1,4 +1,4 @@
-"""Tiny checkpoints on disk, and a bundle."""
+"""Tiny checkpoints on disk."""
 
 import gc
 from collections.abc import Callable
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from kernels_ext_npu.distribution import bundles
 from tests.support import zoo
 
 
@@ -29,11 +28,3 @@ def frozen() -> None:
     """For tests that collect garbage: what is there before is none, and to look at it costs a quarter of a second."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="session")
-def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle of the kernels that are here."""
-    path = tmp_path_factory.mktemp("bundle") / "kernels.zip"
-    bundles.write(path)
-    return path

@@ -81,5 +81,9 @@ def test_a_function_is_replaced_wherever_kernels_has_it(monkeypatch) -> None:
     value = kernels_internals.need(REPLACE)
     monkeypatch.setattr(kernels.layer.layer, "_replace_forward", value)
     monkeypatch.setattr(kernels.layer.mode, "_replace_forward", value, raising=False)
-    kernels_internals.replace(REPLACE, print)
-    assert kernels.layer.layer._replace_forward is kernels.layer.mode._replace_forward is print
+    assert kernels_internals.callers(REPLACE) == [kernels.layer.layer, kernels.layer.mode]
+    kernels_ext_npu.register()
+    assert value is not kernels.layer.layer._replace_forward
+    assert value is not kernels.layer.mode._replace_forward
+    kernels_ext_npu.unregister()
+    assert kernels.layer.layer._replace_forward is kernels.layer.mode._replace_forward is value

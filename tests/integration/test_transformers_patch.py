@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from tests.integration.distribution.test_bundle_hub import publish
 from tests.localhub import LocalHub
+from tests.support.published_kernels import publish
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PATCH = ROOT / "integration" / "transformers.patch"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-LIBRARIES = ("transformers", "kernels", "accelerate", "huggingface_hub")
+LIBRARIES = ("transformers", "kernels", "torch", "accelerate", "peft", "huggingface_hub")
 _OF_PYTHON = ("__annotations__", "__dict__")  # made when they are first asked for
 _DEPTH = 4  # of mappings and lists in each other
 

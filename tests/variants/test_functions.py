@@ -22,7 +22,6 @@ OTHERS = {
     "blocks",
     "gates",
     "layers",
-    "layout",
     "packing",
     "read_together",
     "reads_chosen_in_place",

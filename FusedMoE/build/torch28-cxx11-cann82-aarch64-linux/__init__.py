@@ -1,6 +1,6 @@
 """Mixtures of experts for Huawei Ascend NPUs: experts of transformers in grouped products, with gradients."""
 
-from . import blocks, gates, layers, layout
+from . import blocks, gates, layers
 from .experts_interface import experts_forward
 from .functional import fused_experts, grouped_matmul
 from .gates import SWIGLU, Gate
@@ -21,6 +21,5 @@ __all__ = [
     "gating_top_k",
     "grouped_matmul",
     "layers",
-    "layout",
     "softmax_top_k",
 ]

@@ -30,8 +30,9 @@ from typing import Any
 
 from torch import nn
 
-from kernels_ext_npu.binding import step_aside
+from kernels_ext_npu.binding import registration, step_aside
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, kernel_name, layer_name, owner_of, package
+from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.distribution import kernels_internals
 from kernels_ext_npu.matching.lookup import find_pattern
@@ -145,44 +146,47 @@ def package_of(module: nn.Module) -> Any:
     return None if layer_of(module) is None else package(own_forward(module))  # type: ignore[arg-type]
 
 
-@functools.cache
-def install(serves: Callable[[nn.Module, str], bool]) -> None:
+def install(patches: Patches, serves: Callable[[nn.Module, str], bool]) -> None:
     """Let `kernels` put forwards below wrappers, too, and take the forward of its class out of what was unpickled.
 
-    Of our layers it puts those that serve a module: a mark of a class may promise what that does not compute.
-    It is done once a process and stays after unregister(): models keep their kernels until restore(model), and must
-    then not lose the wrappers of other libraries in ``train()`` and ``eval()``. A pickle knows a method by its name
-    only: the kernel that was bound to a module comes back as what its class has under the name ``forward``, and bound
-    to the module it would hide what the class is given later.
+    Args:
+        serves: tells whether a layer of ours serves a module: a mark of its class may promise what that does not
+            compute.
     """
-    unpickle: Any = nn.Module.__setstate__
+    replace_forward = functools.partial(_replace_forward, serves)
+    for module in kernels_internals.callers(kernels_internals.REPLACE):  # in which everything that swaps kernels ends
+        patches.attribute(module, _replace_forward.__name__, replace_forward)
+    patches.method(nn.Module, "__setstate__", _unpickle, registration.is_active)
 
-    @functools.wraps(kernels_internals.need(kernels_internals.REPLACE))  # what everything that swaps kernels ends in
-    def _replace_forward(module: nn.Module, layer: type[nn.Module]) -> None:
-        bound, forward = getattr(vars(module).get("forward"), "__func__", None), layer.forward
-        if getattr(bound, "__wrapped__", None) is forward and getattr(bound, MATCHED, None) is type(module).forward:
-            return  # it is in place
-        name = layer_name(forward)
-        if layer is type(module):  # there is no kernel for the mark; if that is not ours, a layer of ours may stay
-            ours = None if getattr(layer, "kernel_layer_name", None) in LAYERS else layer_of(module)
-            if ours is None or not serves(module, ours):
-                put(module, _below_wrappers(module))
-        elif name is None:
-            put(module, forward)
-        elif serves(module, name):
-            pattern = find_pattern(type(module))
-            holds = None if pattern is None else pattern.holds
-            put(module, step_aside.stepping(forward, _below_wrappers(module), holds))  # type: ignore[arg-type]
 
-    @functools.wraps(unpickle)
-    def __setstate__(self: nn.Module, state: Any) -> None:  # noqa: N807
-        unpickle(self, state)
-        forward = vars(self).get("forward")
-        if isinstance(forward, MethodType) and forward.__self__ is self and forward.__func__ is type(self).forward:
-            del self.forward
+def _replace_forward(serves: Callable[[nn.Module, str], bool], module: nn.Module, layer: type[nn.Module]) -> None:
+    """Put the forward of a layer on a module, or that of its class, in place of what `kernels` calls for it."""
+    bound, forward = getattr(vars(module).get("forward"), "__func__", None), layer.forward
+    if getattr(bound, "__wrapped__", None) is forward and getattr(bound, MATCHED, None) is type(module).forward:
+        return  # it is in place
+    name = layer_name(forward)
+    if layer is type(module):  # there is no kernel for the mark; if that is not ours, a layer of ours may stay
+        ours = None if getattr(layer, "kernel_layer_name", None) in LAYERS else layer_of(module)
+        if ours is None or not serves(module, ours):
+            put(module, _below_wrappers(module))
+    elif name is None:
+        put(module, forward)
+    elif serves(module, name):
+        pattern = find_pattern(type(module))
+        holds = None if pattern is None else pattern.holds
+        put(module, step_aside.stepping(forward, _below_wrappers(module), holds))  # type: ignore[arg-type]
 
-    kernels_internals.replace(kernels_internals.REPLACE, _replace_forward)
-    nn.Module.__setstate__ = __setstate__  # type: ignore[method-assign]
+
+def _unpickle(original: Callable, module: nn.Module, state: Any) -> None:
+    """Take the forward of its class out of an unpickled module.
+
+    A pickle knows a method by its name only: a kernel that was bound to a module comes back as what its class has under
+    the name ``forward``, and bound to the module it would hide what the class is given later.
+    """
+    original(module, state)
+    forward = vars(module).get("forward")
+    if isinstance(forward, MethodType) and forward.__self__ is module and forward.__func__ is type(module).forward:
+        del module.forward
 
 
 def _is_own(value: Any, module: nn.Module) -> bool:

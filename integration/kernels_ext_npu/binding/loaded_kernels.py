@@ -1,7 +1,7 @@
 """Whose a forward is: ours, and of which layer or mechanism, or that of another kernel that `kernels` has loaded.
 
 Forwards of ours are marked. Nothing else reaches into a loaded package. ``swiglu`` exports `packing`; ``fused_moe``
-exports `blocks`, `gates` and `layout`.
+exports `blocks` and `gates`.
 """
 
 from __future__ import annotations

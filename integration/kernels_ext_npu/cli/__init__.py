@@ -9,7 +9,6 @@ import typer
 
 import kernels_ext_npu
 from kernels_ext_npu.cli.benchmark import benchmark
-from kernels_ext_npu.cli.bundle import bundle
 from kernels_ext_npu.cli.coverage import coverage
 from kernels_ext_npu.cli.demo import demo
 from kernels_ext_npu.cli.doctor import doctor
@@ -38,5 +37,5 @@ def main(show: Annotated[bool, typer.Option("--version", help="Print the version
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-for command in (demo, inspect, doctor, selftest, benchmark, bundle, coverage, verify):
+for command in (demo, inspect, doctor, selftest, benchmark, coverage, verify):
     app.command()(command)

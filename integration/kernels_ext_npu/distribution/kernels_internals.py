@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _VERIFY = "verify and doctor can say nothing of variants"
-_DIGESTS = "verify, doctor and bundle cannot check files"
+_DIGESTS = "verify and doctor cannot check files"
 REPLACE, TAKE = "kernels.layer.layer._replace_forward", "kernels.layer.layer.kernelize_layer"
 TABLE = "kernels.layer.globals._KERNEL_MAPPING"
 # full name -> what is lost without it
@@ -76,12 +76,10 @@ def check() -> None:
         raise UnsupportedEnvironmentError(f"{_gone(REPLACE)}. {_ADVICE}")
 
 
-def replace(name: str, function: Callable) -> None:
-    """Put a function in the place of one that `kernels` calls by its name, in each of its modules that does."""
-    original = need(name)
-    last = name.rpartition(".")[2]
-    for module in [module for module in _holders(name) if vars(module)[last] is original]:
-        setattr(module, last, function)
+def callers(name: str) -> list[ModuleType]:
+    """Return the modules of `kernels` that hold a function, and call it by its name."""
+    function = need(name)
+    return [module for module in _holders(name) if vars(module)[name.rpartition(".")[2]] is function]
 
 
 def take(layers: Mapping[nn.Module, str], mode: Mode) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import httpx2
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants
 
 from kernels_ext_npu.distribution.kernels_internals import need
+from kernels_ext_npu.environment import RefusedError
 
 KERNEL = "kernel"
 FAILURES = (httpx2.HTTPError, OSError)  # what its client raises where it cannot be asked, or refuses
@@ -25,6 +27,19 @@ def head(api: HfApi, repo_id: str, version: int) -> str:
             return branch.target_commit
     found = ", ".join(sorted(branch.name for branch in branches if branch.name.startswith("v"))) or "none at all"
     raise VersionNotFoundError(f"{repo_id} has no version {version}, a branch v{version}; its versions: {found}")
+
+
+def cache_folder() -> Path:
+    """Return the cache that `kernels` reads in this environment; refuse two, one for versions and one for files."""
+    chosen = os.environ.get("KERNELS_CACHE")
+    if chosen is None:
+        return Path(constants.HF_HUB_CACHE).absolute()
+    if not chosen or chosen.startswith("~"):
+        raise RefusedError(
+            f"KERNELS_CACHE is {chosen!r}: kernels would look for a version in one folder, for its files in another. "
+            "Unset it, or give the whole path of a folder."
+        )
+    return Path(chosen).absolute()
 
 
 def cached_commit(repo_id: str, version: int) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.distribution import kernels_internals, sources
-from kernels_ext_npu.distribution.bundle_archive import BundleError
 from kernels_ext_npu.environment import RefusedError, first_line
 from kernels_ext_npu.machine import description
 from kernels_ext_npu.machine.processes import say
@@ -179,12 +178,12 @@ def _verified(found: list[Any], where: str, machine: Any) -> dict[str, Any]:
 def _cache() -> dict[str, Any]:
     from huggingface_hub import constants
 
-    from kernels_ext_npu.distribution import bundles
+    from kernels_ext_npu.distribution import published
 
     facts: dict[str, Any] = {"offline": constants.HF_HUB_OFFLINE, "hub_cache": constants.HF_HUB_CACHE}
     try:
-        folder = bundles.cache_folder()
-    except BundleError as error:
+        folder = published.cache_folder()
+    except RefusedError as error:
         return facts | {"refused": str(error)}
     nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     trouble = None
@@ -201,11 +200,11 @@ def _cached(name: str, machine: Any) -> dict[str, Any]:
     """Look for a repository as `kernels` does without a network: it wants a note of the commit and all files of it."""
     from huggingface_hub import snapshot_download
 
-    from kernels_ext_npu.distribution import bundles, published, targets
+    from kernels_ext_npu.distribution import published, targets
 
     repo_id = f"{sources.ORGANISATION}/{name}"
     try:
-        folder = bundles.cache_folder()
+        folder = published.cache_folder()
         snapshots = folder / f"kernels--{sources.ORGANISATION}--{name}" / "snapshots"
         if not snapshots.is_dir() or not any(snapshots.iterdir()):
             return {"state": "absent"}

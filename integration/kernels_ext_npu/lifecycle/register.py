@@ -73,10 +73,10 @@ def register(
     chosen = _chosen(kernels)
     sources.check(source, chosen)
     unregister()
-    forward_binding.install(layers.serves)
     active = registration.Registration(source, strict, chosen, _first_call if everywhere else None, over_packages)
     registration.current = active
     try:
+        forward_binding.install(active.patches, layers.serves)
         for swap in SWAPS:
             swap.install(active)
         for part in (use_kernels, generation, continuous_batching, static_cache):

@@ -277,13 +277,24 @@ def test_copies_do_not_reach_into_the_original(registered) -> None:
 
 
 def test_wrappers_of_classes_marked_for_other_devices_stay(registered) -> None:
-    """After unregister, too: models are used further, and transformers swaps again when their mode changes."""
+    """Also where somebody lets `kernels` look at the model again, while kernels are registered."""
     model = nn.ModuleDict({"norms": norms(), "other": MarkedForOthers(SIZE, 2).to("npu")})
     seen = wrap(model["other"], by_closure)
     wrapper = model["other"].forward
     kernels_ext_npu.kernelize(model)
     assert model["other"].forward is wrapper
-    kernels_ext_npu.unregister()
     kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="npu")
     model["other"](torch.ones(2, SIZE, device="npu"))
     assert seen == ["closure"]
+
+
+def test_a_model_that_keeps_its_kernels_keeps_its_wrappers_when_its_mode_changes(registered) -> None:
+    model = zoo.build("qwen3").to("npu")
+    seen = wrap(model.model.norm, by_closure)
+    kernels_ext_npu.kernelize(model)
+    kernels_ext_npu.unregister()
+    wrapper = model.model.norm.forward
+    softnpu.reset_counters()
+    model.train().eval().model.norm(torch.ones(2, model.config.hidden_size, device="npu"))
+    assert (model.model.norm.forward, seen) == (wrapper, ["closure"])
+    assert softnpu.counters()["npu_rms_norm"] == 1

@@ -17,9 +17,9 @@ from kernels_ext_npu.doctor.checks import kernel_files
 from kernels_ext_npu.doctor.findings import Verdict
 from kernels_ext_npu.doctor.observations import run
 from kernels_ext_npu.doctor.probes import copies_and_cache
-from tests.integration.distribution.test_bundle_hub import publish
 from tests.localhub import LocalHub
 from tests.support import doctor_faults as faults
+from tests.support.published_kernels import publish
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = "import sys; from kernels_ext_npu.cli import app; app(['doctor', *sys.argv[1:]])"
@@ -114,7 +114,7 @@ def test_the_kernels_of_a_hub_take_effect(doctor, localhub: LocalHub, tmp_path: 
     finding = kernel_files.cache(seen)
     assert finding.verdict is Verdict.PROBLEM
     assert f"incomplete: {', '.join(TAKEN)}; absent: {', '.join(NOT_TAKEN)}" in finding.summary
-    assert "kernels-ext-npu bundle --install kernels.zip" in finding.commands
+    assert finding.commands[0].startswith("hf download kernels-ext-npu/RMSNorm --repo-type kernel --revision v1")
 
 
 def test_a_cuda_build_of_torch_is_named(doctor, tmp_path: Path) -> None:

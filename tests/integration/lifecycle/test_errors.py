@@ -24,11 +24,17 @@ def test_a_forgotten_device_map_is_explained(registered, checkpoint) -> None:
     assert all(row.swapped for row in kernels_ext_npu.report(moved))
 
 
-@pytest.mark.parametrize("function", ["kernelize", "report", "restore", "transpose_experts"])
+@pytest.mark.parametrize("function", ["kernelize", "report", "restore"])
 def test_the_name_of_a_model_is_not_taken_for_one(function: str) -> None:
     sentence = rf"{function}: 'Qwen/Qwen3-8B' is a str, and a loaded model is needed: .*from_pretrained"
     with pytest.raises(TypeError, match=sentence):
         getattr(kernels_ext_npu, function)("Qwen/Qwen3-8B")
+
+
+def test_a_function_that_is_gone_says_so_and_what_to_do_without_it() -> None:
+    assert not hasattr(kernels_ext_npu, "transpose_experts")
+    with pytest.raises(AttributeError, match=r"transpose_experts is gone: .* Leave the call out"):
+        kernels_ext_npu.transpose_experts  # noqa: B018
 
 
 def test_a_mode_that_is_none_is_explained() -> None:

@@ -1,4 +1,7 @@
-"""After restore() and unregister() transformers, kernels and the models are what they were: compared, not listed."""
+"""After restore() and unregister() transformers, kernels, torch, accelerate, peft and the models are what they were.
+
+Every global of their modules and every attribute of their classes is compared with the object that stood there before.
+"""
 
 import json
 
@@ -6,16 +9,17 @@ import pytest
 
 # what `kernels` keeps of a kernel that it has loaded
 KEPT_BY_KERNELS = ("kernels.layer.layer._CACHED_LAYER", "kernels.importer._loaded_kernels")
+# where torch enters an operator that a kernel defines when it is loaded
+OPERATORS = ("torch.ops", "torch._library.custom_ops.OPDEF_TO_LIB", "torch.jit._builtins._builtin_table")
+KEPT = (*KEPT_BY_KERNELS, *(f"new: {place}" for place in (*KEPT_BY_KERNELS, *OPERATORS)))
 
 PRELUDE = """
 import json, sys, tempfile
 from pathlib import Path
-import softnpu, torch
+import softnpu, peft, torch
 import kernels_ext_npu
 from kernels_ext_npu import model_configs
-from kernels_ext_npu.binding import forward_binding
 from kernels_ext_npu.demo import model_comparison
-from kernels_ext_npu.swaps import layers
 from tests.support.traces import differences, snapshot
 from transformers.integrations import hub_kernels
 from transformers import AutoConfig
@@ -36,12 +40,13 @@ def use(model):
     model(**made, labels=made["input_ids"]).loss.backward()
     model.eval().generate(**made, max_new_tokens=2, do_sample=False)
 
-# what transformers and kernels change by themselves, and what stays on purpose
+# what transformers and kernels change by themselves
 for name in NAMES:
     model_comparison.save(name, FOLDER / name)
     use(load(name))
 hub_kernels.register_kernel_mapping_transformers()
-forward_binding.install(layers.serves)
+# what torch imports when an operator is defined
+import torch._subclasses.schema_check_mode
 # names that transformers looks up when they are asked for
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 from transformers import PreTrainedConfig, PreTrainedModel, cache_utils, masking_utils
@@ -112,10 +117,7 @@ print(json.dumps(list(found.items())))
 
 
 def strange(line: str) -> dict[str, list[str]]:
-    found = {
-        name: [path for path in paths if not path.removeprefix("new: ").startswith(KEPT_BY_KERNELS)]
-        for name, paths in json.loads(line)
-    }
+    found = {name: [path for path in paths if not path.startswith(KEPT)] for name, paths in json.loads(line)}
     return {name: paths for name, paths in found.items() if paths}
 
 

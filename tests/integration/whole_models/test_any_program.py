@@ -73,7 +73,6 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     ("dense", [("unregister", 1), ("register", 1), ("change_an_activation", 1), ("train", 1)]),
     ("dense", [("take_a_state_dict", 1), ("restore", 1), ("write_through_the_state_dict", 1)]),
     ("dense", [("restore", 1), ("take_a_state_dict", 1), ("kernelize", 1), ("write_through_the_state_dict", 1)]),
-    ("experts", [("take_a_state_dict", 1), ("transpose_experts", 1), ("write_through_the_state_dict", 1)]),
     *(
         ("dense", [(first, 1), (last, 1)])
         for first in ("pickle_it", "save_and_load_the_whole_model")

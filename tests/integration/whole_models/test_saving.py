@@ -4,10 +4,9 @@ import gc
 from pathlib import Path
 
 import accelerate
-import huggingface_hub
 import pytest
 import torch
-from safetensors.torch import load_file, load_model, save_file, save_model
+from safetensors.torch import load_file
 
 from tests.support import memory
 from tests.support.saving import models, of_files, of_pretrained, of_torch  # noqa: F401 each adds its ways
@@ -47,13 +46,11 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert not [name for name, value in expected.items() if not torch.equal(found[name].cpu(), value)]
 
 
-def test_models_with_kernels_are_packed_and_transposed() -> None:
+def test_models_with_kernels_are_packed() -> None:
     """What the other tests are about."""
     mlp = models.make("dense", device="npu", kernels=True).model.layers[0].mlp
     gate, up = mlp.gate_proj.weight, mlp.up_proj.weight
     assert gate.data_ptr() + gate.nbytes == up.data_ptr()
-    experts = models.make("experts", device="npu", kernels=True).model.layers[0].mlp.experts
-    assert all(weight.mT.is_contiguous() and not weight.is_contiguous() for weight in experts.parameters())
 
 
 @pytest.mark.parametrize(("way", "kind"), [(name, kind) for name, way in WAYS.items() for kind in way.kinds])
@@ -107,21 +104,3 @@ def test_what_was_saved_is_loaded_wherever_it_is_asked_for(tmp_path: Path, kind:
         assert (models.logits(loaded) - models.logits(live)).norm() <= 1e-6 * models.logits(live).norm()
         loaded.save_pretrained(tmp_path / f"again {kernels}", save_original_format=False)
         assert_equal(load_file(tmp_path / f"again {kernels}/model.safetensors"), models.weights(live))
-
-
-def test_transposed_experts_under_two_names_are_refused_or_saved_once_as_ever(tmp_path: Path) -> None:
-    model = models.make("experts", device="npu", kernels=True)
-    model.again = model.model.layers[0].mlp.experts
-    with pytest.raises(RuntimeError, match="share memory"):
-        save_file(model.state_dict(), tmp_path / "model.safetensors")
-    save_model(model, str(tmp_path / "model.safetensors"))
-    (tmp_path / "hub").mkdir()
-    huggingface_hub.save_torch_model(model, tmp_path / "hub")
-    accelerate.Accelerator().save_model(model, tmp_path / "accelerate")
-    for path in tmp_path.rglob("*.safetensors"):
-        kept = [name for name in load_file(path) if name.endswith("down_proj")]
-        assert len(kept) == 1, path
-    fresh = models.make("experts", device="npu", kernels=True, saved=False)
-    fresh.again = fresh.model.layers[0].mlp.experts
-    load_model(fresh, tmp_path / "model.safetensors")
-    assert_equal(models.weights(fresh), models.weights(model))

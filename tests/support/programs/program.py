@@ -18,7 +18,6 @@ from tests.support.programs.side import Shown, Side
 DECODING = ("generate", "decode_some_tokens")
 # what ours refuse, with sentences of docs/troubleshooting.md, by act; nothing has changed then
 DOCUMENTED: dict[str, str] = {
-    "transpose_experts": "transpose_experts: ",
     # who names ours, with a layer that is there twice, and keeps two rows of keys for each token; others have sdpa then
     **dict.fromkeys(DECODING, "attention_mask is for"),
     # of a copy, or of what was loaded, once kernels are unregistered

@@ -5,13 +5,12 @@ import copy
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import Qwen3MoeForCausalLM
 
 import kernels_ext_npu
 from tests.support import zoo
 
 IDS = torch.randint(2, 64, (2, 7), generator=torch.Generator().manual_seed(0))
-# gate and up are packed, or experts can be transposed; an adapter stands beside them
+# gate and up are packed, or there are experts; an adapter stands beside them
 ARCHITECTURES = {"dense": "llama", "experts": "qwen3_moe", "adapted": "llama"}
 
 
@@ -29,13 +28,7 @@ def make(kind: str, *, device: str = "cpu", kernels: bool = False, saved: bool =
     with torch.no_grad():
         for parameter in () if saved else model.parameters():
             parameter.add_(1)
-    return kernelized(model) if kernels else model
-
-
-def kernelized(model: nn.Module) -> nn.Module:
-    """Kernelize a model on the NPU, and lay its experts the other way around if it has any."""
-    kernels_ext_npu.kernelize(model)
-    return kernels_ext_npu.transpose_experts(model) if isinstance(model, Qwen3MoeForCausalLM) else model
+    return kernels_ext_npu.kernelize(model) if kernels else model
 
 
 def has_kernels(model: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kernels_ext_npu.binding.forward_binding import kernel_forward
 from kernels_ext_npu.binding.registration import Registration
-from kernels_ext_npu.swaps.experts import implementation, serving, transposing
+from kernels_ext_npu.swaps.experts import implementation, serving
 from kernels_ext_npu.swaps.named_implementation import NPU_GROUPED_MM
 from kernels_ext_npu.swaps.protocol import Swapping
 
@@ -48,9 +48,8 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
 
 
 def revert(model: nn.Module) -> None:
-    """Give a model the default and its weights' memory back, where nobody else holds it and would not follow."""
+    """Give a model the default back, and forget its gates."""
     for module, kernel in serving.served([*model.modules()]):
         kernel.gates.forget(module)
-        transposing.move_back(module, kernel.layout)
     for module in filter(serving.is_experts, model.modules()):  # one config is that of many
         NPU_GROUPED_MM.take_out(module.config, implementation.DEFAULT)

@@ -1,6 +1,5 @@
 """``npu_grouped_mm``: who takes it, who keeps what he asked for, and how it ends."""
 
-import copy
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import kernels_ext_npu
 import softnpu
-from tests.support import memory, served, zoo
+from tests.support import served, zoo
 from tests.support.nearness import assert_near
 
 NAME = "npu_grouped_mm"
@@ -90,31 +89,6 @@ def test_unregister_takes_it_out_and_gives_the_default_back(checkpoint) -> None:
     assert load(checkpoint("qwen3_moe")).config._experts_implementation == "grouped_mm"
     with pytest.raises(ValueError, match="not supported"):
         load(checkpoint("qwen3_moe"), experts_implementation=NAME)
-
-
-@pytest.mark.parametrize("way", ["by name", "kernelized"])
-def test_weights_can_be_stored_the_other_way_around(registered, checkpoint, way) -> None:
-    model = load(checkpoint("qwen3_moe"), use_kernels=way == "kernelized")
-    expected, state = logits(model), copy.deepcopy(model.state_dict())
-    before = memory.start()
-    assert kernels_ext_npu.transpose_experts(model) is model
-    largest = max(p.numel() * p.element_size() for p in model.parameters())
-    assert memory.requested("current") == before
-    assert memory.requested("peak") <= before + largest
-    weights = [p for name, p in model.named_parameters() if "experts" in name]
-    assert all(weight.mT.is_contiguous() for weight in weights)
-    assert_near(logits(model), expected, 1e-6)
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), state.values()))
-    model(torch.arange(8, device="npu")[None]).logits.sum().backward()
-    assert all(weight.grad.stride() == weight.stride() for weight in weights)
-    torch.optim.AdamW(model.parameters()).step()
-    kernels_ext_npu.restore(model)
-    assert all(weight.is_contiguous() for weight in weights)
-
-
-def test_a_model_without_experts_is_told_so(registered) -> None:
-    with pytest.raises(ValueError, match="transpose_experts: the model has no experts with a kernel"):
-        kernels_ext_npu.transpose_experts(zoo.build("qwen3").to("npu"))
 
 
 def test_tensors_may_be_made_on_the_npu_by_default(registered) -> None:

@@ -83,12 +83,6 @@ def use_kernels(side: Side, choice: Random) -> None:
     side.pretrained.use_kernels = True
 
 
-@ours(lambda side: side.is_experts and on_npu(side))
-def transpose_experts(side: Side, choice: Random) -> None:
-    kernels_ext_npu.kernelize(side.model)
-    kernels_ext_npu.transpose_experts(side.model)
-
-
 @ours(lambda side: side.is_experts and side.device.type == side.home)
 def name_an_experts_implementation(side: Side, choice: Random) -> None:
     """The twin keeps the one of the modeling file."""

@@ -1,13 +1,22 @@
-"""Kernels from a bundle, in fresh processes that reach no network: every way to load them."""
+"""Kernels without internet, carried over as docs/offline.md says, in fresh processes that reach no network."""
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from kernels_ext_npu.distribution import bundles, sources
+from kernels_ext_npu import catalogue
+from kernels_ext_npu.distribution import sources
+from tests.localhub import LocalHub
 from tests.support import zoo
+from tests.support.published_kernels import publish
 
+PAGES = [Path(__file__).resolve().parents[3] / "docs" / name for name in ("offline.md", "offline.zh.md")]
+CONNECTED, CLUSTER = re.findall(r"```sh\n(.*?)```", PAGES[0].read_text(), re.DOTALL)
 NOBODY = "http://127.0.0.1:9"  # refuses every connection
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": NOBODY}
 
@@ -41,15 +50,26 @@ for source, folder in zip(sys.argv[1::2], sys.argv[2::2]):
 """
 
 
+def shell(commands: str, folder: Path, endpoint: str) -> str:
+    """Run commands of the page in a folder, with this Python's programs."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "KERNELS_"))}
+    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HF_ENDPOINT": endpoint}
+    command = ["bash", "-euc", commands]
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, archive: Path) -> Path:
-    """HF_HOME, with a bundle installed."""
-    folder = tmp_path_factory.mktemp("home")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KERNELS_CACHE", str(folder / "hub"))
-        patch.setattr("os.fsync", lambda file: None)
-        bundles.install(archive)
-    return folder
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """HF_HOME, as the commands of the page leave it where there is no internet."""
+    connected, cluster = tmp_path_factory.mktemp("connected"), tmp_path_factory.mktemp("cluster")
+    with LocalHub() as hub:
+        publish(hub, "card")
+        shell(CONNECTED, connected, hub.url)
+    (connected / "carried.tar").rename(cluster / "carried.tar")
+    assert "torch-npu" in shell(CLUSTER, cluster, NOBODY)  # in the table of what is intact
+    return cluster / "carried"
 
 
 def snapshot(home: Path, name: str) -> str:
@@ -82,3 +102,9 @@ def test_models_take_kernels_of_either_source_offline(run_forked, home: Path, ch
         strict=True,
     ):
         assert line.split() == [f"{folder}/build/torch-npu/__init__.py" for folder in expected]
+
+
+def test_both_pages_give_the_same_commands_for_all_kernels() -> None:
+    commands = [re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL) for page in PAGES]
+    assert commands[0] == commands[1]
+    assert f"for kernel in {' '.join(catalogue.REPOSITORIES)}; do" in CONNECTED

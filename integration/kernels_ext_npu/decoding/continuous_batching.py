@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.decoding.graphed_forward import GRAPHS, CaptureError, place
-from kernels_ext_npu.swaps.attention.serving import stands_for
+from kernels_ext_npu.swaps.attention.eligibility import stands_for
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 

@@ -29,12 +29,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.swaps.attention import (
     context_parallel,
-    flash_question,
+    eligibility,
+    flash_attention_requested,
     indexers,
-    latents,
-    serving,
-    split_sequences,
+    mla_absorb,
 )
+from kernels_ext_npu.swaps.attention import sequence_parallel_guards as guards
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.transformers_internals import cache_parameter
 
@@ -55,7 +55,7 @@ def npu_flash_attention(
         ValueError: sequences are split between devices, and nobody exchanges keys or heads; or torch's context
             parallelism does, and more is asked for than it computes.
     """
-    split_sequences.refuse_part(module, NPU_FLASH_ATTENTION.name)
+    guards.refuse_part(module, NPU_FLASH_ATTENTION.name)
     result = _attend(module, query, key, value, attention_mask, *args, **kwargs)
     if not kwargs.get("output_attentions") or kwargs.get("cu_seq_lens_q") is not None:
         return result, None
@@ -72,9 +72,11 @@ def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
     Raises:
         ValueError: torch's context parallelism splits sequences of which a model sees chunks.
     """
-    if split_sequences.exchanges_keys():
+    if guards.exchanges_keys():
         kwargs = context_parallel.of_whole(kwargs)
-    if serving.is_eager_by_default(type(kwargs.get("config"))):  # its formula knows masks alone, whatever a module says
+    if eligibility.is_eager_by_default(
+        type(kwargs.get("config"))
+    ):  # its formula knows masks alone, whatever a module says
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return registration.package(NPU_FLASH_ATTENTION.repository).attention_mask(*args, **kwargs)
 
@@ -95,19 +97,19 @@ def stand_in(
     is_described = not (attention_mask is None or isinstance(attention_mask, Tensor))
     is_served = (
         NPU_FLASH_ATTENTION.is_registered()
-        and (is_sdpa or serving.stands_for_eager(config))
-        and serving.refusal(module, query.device.type, query.dtype, kwargs.get("softcap")) is None
+        and (is_sdpa or eligibility.stands_for_eager(config))
+        and eligibility.refusal(module, query.device.type, query.dtype, kwargs.get("softcap")) is None
         and kwargs.get("position_bias") is None
         and not kwargs.get("output_attentions", getattr(config, "output_attentions", False))
         and (attention_mask is None or _fits(attention_mask, query, key, is_described, kwargs.get("cache")))
     )
-    split_sequences.refuse_part(module, "sdpa" if is_sdpa else "eager", is_served)
+    guards.refuse_part(module, "sdpa" if is_sdpa else "eager", is_served)
     if is_served:
         if is_sdpa and attention_mask is None:
             key, value = _up_to_queries(module, query, key, value, kwargs.get("is_causal"))
         return _attend(module, query, key, value, attention_mask, *args, **kwargs), None
-    if is_sdpa and split_sequences.exchanges_keys():
-        split_sequences.refuse_mask(module, attention_mask)
+    if is_sdpa and guards.exchanges_keys():
+        guards.refuse_mask(module, attention_mask)
     if (indices := kwargs.get("indices")) is not None and attention_mask is not None:  # which no original reads
         attention_mask = indexers.among(attention_mask.mask() if is_described else attention_mask, indices)
         is_described = False
@@ -115,7 +117,7 @@ def stand_in(
         attention_mask = attention_mask.original(len(query)) if is_described else attention_mask
     elif attention_mask is not None:
         attention_mask = _as_added(attention_mask, query)
-    if kwargs.get("cu_seq_lens_q") is not None and flash_question.gives_lengths(type(module)):
+    if kwargs.get("cu_seq_lens_q") is not None and flash_attention_requested.gives_lengths(type(module)):
         # sequences lie one behind the other, and the file computes them one by one where it gives no lengths
         lengths = torch.diff(kwargs["cu_seq_lens_q"]).tolist()
         parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
@@ -144,13 +146,13 @@ def mask_standing_in(original: Callable, before: Callable | None = None) -> Call
     def mask(*args: Any, **kwargs: Any) -> Any:
         given, config = kwargs.get("attention_mask"), kwargs.get("config")
         if given is not None and not isinstance(given, Tensor):  # that of the model around
-            return given if serving.describes_masks(config) else given.mask()
-        if split_sequences.exchanges_keys():
+            return given if eligibility.describes_masks(config) else given.mask()
+        if guards.exchanges_keys():
             kwargs = context_parallel.of_whole(kwargs)
             given = kwargs["attention_mask"]
         if (
             torch.device(kwargs.get("device", "cpu")).type == "npu"
-            and serving.describes_masks(config)
+            and eligibility.describes_masks(config)
             and ALL_ATTENTION_FUNCTIONS["sdpa"] is not before
             and not args
             and not getattr(config, "attn_logit_softcapping", None)
@@ -166,7 +168,7 @@ def mask_standing_in(original: Callable, before: Callable | None = None) -> Call
 def attach_context_parallel_hooks(original: Callable, model: nn.Module) -> None:
     """Leave a model its masks, in place of accelerate's function of this name, where the kernel computes attention."""
     config = getattr(model, "config", None)
-    if not (serving.describes_masks(config) or NPU_FLASH_ATTENTION.is_named_by(config)):
+    if not (eligibility.describes_masks(config) or NPU_FLASH_ATTENTION.is_named_by(config)):
         original(model)
 
 
@@ -182,12 +184,12 @@ def call_model(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: 
     """
     forward = inspect.unwrap(self.forward)
     is_known = getattr(forward, "__module__", "").startswith("transformers.")
-    split_sequences.split_recurrences_of(self)
-    split_sequences.refuse_unshifted(self, kwargs, sys._getframe(1))
+    guards.split_recurrences_of(self)
+    guards.refuse_unshifted(self, kwargs, sys._getframe(1))
     # tokens can be given without their name, and what follows them could be positions
     counts_itself = is_known and len(args) <= 1 and kwargs.get("position_ids") is None
     if counts_itself:
-        split_sequences.refuse_own_positions(self)
+        guards.refuse_own_positions(self)
     token = _counts_itself.set(counts_itself)
     try:
         return original(self, *args, **kwargs)
@@ -206,16 +208,16 @@ def preprocess(
     """Prepare a mask, in place of ``_preprocess_mask_arguments`` of masking_utils, without a look at positions."""
     given = inspect.signature(original).bind(config, inputs_embeds, attention_mask, *args, **kwargs).arguments
     position_ids = given["position_ids"]
-    is_standing_in = inputs_embeds.device.type == "npu" and serving.describes_masks(config)
+    is_standing_in = inputs_embeds.device.type == "npu" and eligibility.describes_masks(config)
     if not (is_standing_in or NPU_FLASH_ATTENTION.is_named_by(config)):
         return original(**given)
     is_done, mask, _, *sizes = original(**given | {"position_ids": None})
     if is_done and mask is None and not isinstance(attention_mask, Tensor):
         mask = attention_mask  # a description, with a paged cache, for which transformers 5.24 wants no mask
     packed = None
-    if split_sequences.exchanges_keys() and not is_done:  # a mask that is made in both directions asks for no sequences
+    if guards.exchanges_keys() and not is_done:  # a mask that is made in both directions asks for no sequences
         mask = context_parallel.sequences(inputs_embeds, position_ids, attention_mask)
-    elif split_sequences.are_split():
+    elif guards.are_split():
         pass  # positions of a part tell nothing of the whole
     elif (
         position_ids is not None
@@ -230,26 +232,26 @@ def preprocess(
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> Tensor:
-    if split_sequences.exchanges_keys() and (getattr(module, "is_causal", True) or kwargs.get("cu_seq_lens_q") is None):
+    if guards.exchanges_keys() and (getattr(module, "is_causal", True) or kwargs.get("cu_seq_lens_q") is None):
         return context_parallel.attend(module, query, key, value, attention_mask, *args, **kwargs)
-    split_sequences.refuse_sinks(query, kwargs.get("s_aux"))
+    guards.refuse_sinks(query, kwargs.get("s_aux"))
     if kwargs.get("cu_seq_lens_q") is None:
-        kwargs |= split_sequences.lengths_of_whole(module, query, kwargs.get("position_ids"))
-    if attention_mask is None and serving.is_eager_by_default(type(getattr(module, "config", None))):
+        kwargs |= guards.lengths_of_whole(module, query, kwargs.get("position_ids"))
+    if attention_mask is None and eligibility.is_eager_by_default(type(getattr(module, "config", None))):
         kwargs["is_causal"] = False  # its formula leaves out what a mask says
     kernel = registration.package(NPU_FLASH_ATTENTION.repository)
     given = query, key, value, attention_mask, kwargs
-    if (chosen := latents.of_chosen_keys(*given, kernel.reads_chosen_in_place)) is not None:
+    if (chosen := mla_absorb.of_chosen_keys(*given, kernel.reads_chosen_in_place)) is not None:
         options = kwargs["indices"], kwargs["scaling"], kwargs.get("s_aux")
         return chosen.attend_chosen(kernel.attend_chosen, query, attention_mask, *options)
     forward = kernel.attention_forward
-    if (few := latents.of_few_queries(query, key, value, kwargs)) is not None:
+    if (few := mla_absorb.of_few_queries(query, key, value, kwargs)) is not None:
 
         def on_latents(few_queries: Tensor, keys: Tensor, values: Tensor, rotated: tuple[Tensor, Tensor]) -> Tensor:
             return forward(module, few_queries, keys, values, attention_mask, *args, **kwargs, rotated=rotated)[0]
 
         return few.attend(on_latents, query)
-    key, value = latents.expanded(key), latents.expanded(value)
+    key, value = mla_absorb.expanded(key), mla_absorb.expanded(value)
     return forward(module, query, key, value, attention_mask, *args, **kwargs)[0]
 
 

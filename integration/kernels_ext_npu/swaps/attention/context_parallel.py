@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.swaps.attention.shared_sequences import Exchange, Gather, Range, Split
+from kernels_ext_npu.swaps.attention.cp_collectives import Exchange, Gather, Range, Split
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.transformers_internals import cells
 

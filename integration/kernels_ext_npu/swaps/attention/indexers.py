@@ -18,7 +18,7 @@ from kernels_ext_npu.binding.devices import is_elsewhere
 from kernels_ext_npu.matching.indexer_scan import chooser, hands_on_indices
 from kernels_ext_npu.patterns.hooks import has_hooks
 from kernels_ext_npu.swaps import refusals
-from kernels_ext_npu.swaps.attention import serving
+from kernels_ext_npu.swaps.attention import eligibility
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.transformers_internals import cache_in, cache_parameter
 
@@ -46,11 +46,11 @@ def is_indexer(module: nn.Module) -> bool:
 def refusal(module: nn.Module) -> str | None:
     """Return why an indexer computes all of its scores at once; None where it does not."""
     config: Any = module.config
-    if serving.PLAIN in vars(module):
+    if eligibility.PLAIN in vars(module):
         return refusals.NOT_ASKED_FOR
     if is_elsewhere(module):
         return refusals.elsewhere(module)
-    if serving.is_ours(config):
+    if eligibility.is_ours(config):
         return None
     return f"the attention implementation {config._attn_implementation} was asked for"
 
@@ -154,7 +154,7 @@ def _is_on_npu(args: tuple, kwargs: dict[str, Any]) -> bool:
 def _stands_for(module: nn.Module) -> bool:
     """Tell whether the kernel computes what a module names."""
     return (
-        serving.is_ours(module.config)
-        and serving.PLAIN not in vars(module)
+        eligibility.is_ours(module.config)
+        and eligibility.PLAIN not in vars(module)
         and registration.try_package(NPU_FLASH_ATTENTION.repository) is not None
     )

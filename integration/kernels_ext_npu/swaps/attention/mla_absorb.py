@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from kernels_ext_npu.matching.fingerprint import computes_as
 from kernels_ext_npu.patterns.hooks import has_hooks
-from kernels_ext_npu.swaps.attention import indexers, serving
+from kernels_ext_npu.swaps.attention import eligibility, indexers
 from kernels_ext_npu.swaps.attention.head_products import HeadProducts
 from kernels_ext_npu.swaps.linear.plain_linear import why_not_plain
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
@@ -202,8 +202,8 @@ def _expand(original: Callable, self: Any, kv_nope: Tensor, k_rot: Tensor) -> tu
         or (rows := len(weight.to_local() if isinstance(weight, DTensor) else weight)) % size
         or not (is_cast or weight.dtype == kv_nope.dtype == k_rot.dtype)
         or (has_gradient and not indexers.hands_on(self))
-        or not (NPU_FLASH_ATTENTION.is_named_by(self.config) or serving.stands_for(self.config))
-        or serving.refusal(self, device, kv_nope.dtype, None) is not None
+        or not (NPU_FLASH_ATTENTION.is_named_by(self.config) or eligibility.stands_for(self.config))
+        or eligibility.refusal(self, device, kv_nope.dtype, None) is not None
     ):
         return original(self, kv_nope, k_rot)
     dtype = torch.get_autocast_dtype(device) if is_cast else kv_nope.dtype

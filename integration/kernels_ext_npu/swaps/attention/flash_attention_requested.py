@@ -19,8 +19,8 @@ from transformers.utils import generic
 from transformers.utils.generic import is_flash_attention_requested
 
 from kernels_ext_npu.binding.patches import Patches
-from kernels_ext_npu.swaps.attention.names import canonical_name
-from kernels_ext_npu.swaps.attention.serving import is_ours
+from kernels_ext_npu.swaps.attention.attn_implementation import canonical_name
+from kernels_ext_npu.swaps.attention.eligibility import is_ours
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 _MASKS = "transformers.masking_utils"

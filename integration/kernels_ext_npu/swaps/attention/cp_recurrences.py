@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from kernels_ext_npu.binding.forward_binding import layer_of
 from kernels_ext_npu.swaps.attention import context_parallel
-from kernels_ext_npu.swaps.attention.shared_sequences import Exchange, Gather, Range, Split
+from kernels_ext_npu.swaps.attention.cp_collectives import Exchange, Gather, Range, Split
 
 _BY_HEADS = ("query", "key", "value", "g", "beta")  # each [B, tokens, heads] or [B, tokens, heads, D]
 _NOT_SPLIT = ("initial_state", "output_final_state", "cu_seqlens", "cu_seq_lens_q", "seq_idx")

@@ -24,7 +24,7 @@ from kernels_ext_npu.binding import lazy_swap, registration
 from kernels_ext_npu.catalogue import LINEAR_ATTENTION, RECURRENCES
 from kernels_ext_npu.matching.function_scan import uses
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.swaps.attention import split_recurrences
+from kernels_ext_npu.swaps.attention import cp_recurrences
 from kernels_ext_npu.swaps.loss.lm_head_loss import forward_with_labels
 
 _TORCH = "torch's context_parallel"
@@ -127,7 +127,7 @@ def split_recurrences_of(model: nn.Module) -> None:
         if not _begins_anew(type(module)):
             continue
         functions = [use.function for use in uses(type(module)) if use.kind is LINEAR_ATTENTION]
-        if active is None or not (exchanges_keys() and functions and all(map(split_recurrences.serves, functions))):
+        if active is None or not (exchanges_keys() and functions and all(map(cp_recurrences.serves, functions))):
             who = framework.name if (framework := _framework()) else _TORCH
             raise ValueError(
                 f"{type(module).__name__}: {who} splits sequences between devices, and its convolution and "
@@ -136,7 +136,7 @@ def split_recurrences_of(model: nn.Module) -> None:
             )
         for cls in {type(function) for function in functions}:
             if not active.patches.knows(cls, "__call__"):
-                active.patches.method(cls, "__call__", split_recurrences.compute, exchanges_keys)
+                active.patches.method(cls, "__call__", cp_recurrences.compute, exchanges_keys)
 
 
 def refuse_unshifted(model: PreTrainedModel, given: dict[str, Any], caller: FrameType) -> None:

@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.swaps.attention import latents
+from kernels_ext_npu.swaps.attention import mla_absorb
 from tests.support.counted import counted
 from tests.support.decoding_steps import KEYS, assert_same_steps, steps
 from tests.support.nearness import assert_near
@@ -134,5 +134,5 @@ def test_every_class_that_expands_latents_is_known() -> None:
     classes = [cls for module in modules for cls in vars(module).values() if isinstance(cls, type)]
     expanding = {cls.__name__: cls for cls in classes if "expand_kv" in vars(cls)}
     assert len(expanding) == 18
-    assert all(latents.in_place_of(cls, cls.expand_kv) is not None for cls in expanding.values())
+    assert all(mla_absorb.in_place_of(cls, cls.expand_kv) is not None for cls in expanding.values())
     assert all("self.expand_kv(" in inspect.getsource(cls.forward) for cls in expanding.values())

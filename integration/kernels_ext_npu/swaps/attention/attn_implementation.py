@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.distribution import sources
-from kernels_ext_npu.swaps.attention import serving
-from kernels_ext_npu.swaps.attention.serving import calls_by_name, is_added_elsewhere
+from kernels_ext_npu.swaps.attention import eligibility
+from kernels_ext_npu.swaps.attention.eligibility import calls_by_name, is_added_elsewhere
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 NAME = NPU_FLASH_ATTENTION.name
@@ -62,12 +62,12 @@ def check_and_adjust(
     name = canonical_name(requested)
     if name not in NPU_FLASH_ATTENTION.names:
         found = original(self, requested, *args, **kwargs)
-        if found != serving.EAGER:
+        if found != eligibility.EAGER:
             return found
         # a model inside another one is asked for what was found for that
-        kept = (serving.BY_DEFAULT, serving.RESTORED[serving.EAGER])
+        kept = (eligibility.BY_DEFAULT, eligibility.RESTORED[eligibility.EAGER])
         by_default = requested is None or any(requested is each for each in kept)
-        return serving.BY_DEFAULT if by_default else serving.ASKED
+        return eligibility.BY_DEFAULT if by_default else eligibility.ASKED
     default = original(self, None, *args, **kwargs)
     if not self._can_set_attn_implementation() or is_added_elsewhere(type(self.config)):
         warnings.warn(
@@ -90,12 +90,16 @@ def set_implementation(
     try:
         original(self, canonical_name(requested), *args, **kwargs)
         top = requested.get("", None) if isinstance(requested, dict) else requested
-        if top == serving.EAGER:  # transformers leaves alone what names it already
-            self.config._attn_implementation_internal = serving.ASKED
+        if top == eligibility.EAGER:  # transformers leaves alone what names it already
+            self.config._attn_implementation_internal = eligibility.ASKED
         for config, implementation in before.values():
             named = config._attn_implementation
-            if named == serving.EAGER and named is not implementation and serving.EAGER in _all_names(requested):
-                config._attn_implementation_internal = serving.ASKED
+            if (
+                named == eligibility.EAGER
+                and named is not implementation
+                and eligibility.EAGER in _all_names(requested)
+            ):
+                config._attn_implementation_internal = eligibility.ASKED
     finally:
         for config, implementation in before.values():
             if NPU_FLASH_ATTENTION.is_named_by(config) and implementation not in NPU_FLASH_ATTENTION.names:

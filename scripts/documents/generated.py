@@ -46,7 +46,7 @@ PARTS: dict[str, Callable[[str], str]] = {
 # path -> content
 FILES: dict[str, Callable[[], bytes]] = {"docs/coverage.md": coverage.page, notebook.PATH: notebook.run}
 
-OF_NEWEST = {"best-known", "coverage", "docs/coverage.md"}
+NEWEST_ONLY = {"best-known", "coverage", "docs/coverage.md"}
 
 _DOCUMENTS = ("*.md", "docs/**/*.md")
 _PART = re.compile(r"^(<!-- ([\w-]+):start\b[^\n]*-->\n)(.*?)^(?=<!-- \2:end -->$)", re.MULTILINE | re.DOTALL)
@@ -55,7 +55,7 @@ _MARKER = re.compile(r"^<!-- [\w-]+:(?:start|end)\b", re.MULTILINE)
 
 def is_due(name: str) -> bool:
     """Tell whether a part or a file is generated with the release of transformers that is installed."""
-    return (name in OF_NEWEST) == (transformers.__version__ == COUNTED)
+    return (name in NEWEST_ONLY) == (transformers.__version__ == COUNTED)
 
 
 def stale(root: Path) -> dict[Path, bytes]:

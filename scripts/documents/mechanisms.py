@@ -90,7 +90,7 @@ def _nothing(_: Any) -> Callable[..., None]:
     return lambda *args, **kwargs: None
 
 
-def _none_of(_: Any) -> Callable[..., Iterator]:
+def _find_nothing(_: Any) -> Callable[..., Iterator]:
     return lambda *args, **kwargs: iter(())
 
 
@@ -125,13 +125,13 @@ MECHANISMS = (
         "the same for q, k and v alone",
         (),
         acts=ADAPTED,
-        off=((f"{_SWAPS}.linear.linear_groups:groups_of", _none_of),),
+        off=((f"{_SWAPS}.linear.linear_groups:shared_input_groups", _find_nothing),),
     ),
     Mechanism(
         "layers with adapters",
         ("swaps/linear/lora.py",),
         acts=ADAPTED,
-        off=((f"{_SWAPS}.linear.lora:_adapted_of", _none_of),),
+        off=((f"{_SWAPS}.linear.lora:_find_adapted", _find_nothing),),
     ),
     Mechanism(
         "heads that share a key not repeated",

@@ -31,7 +31,7 @@ def run(folder: Path) -> dict[str, Any]:
     with engines.registered(True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(mla_absorb.Latents, "_absorbed", noted)
         patch.setattr(
-            mla_absorb.Latents, "is_cheaper_of_chosen", lambda self, queries, count, _: count < self.nope.shape[2]
+            mla_absorb.Latents, "is_cheaper_for_chosen", lambda self, queries, count, _: count < self.nope.shape[2]
         )
         config = DistributedConfig(tp_plan="auto")
         model = AutoModelForCausalLM.from_pretrained(folder, use_kernels=True, distributed_config=config)

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from kernels_ext_npu.catalogue import CATALOGUE
 from kernels_ext_npu.environment import RefusedError, choices
 
-OF_MODELS = (*(repository.name for repository in CATALOGUE), "layer", "step")
+MODEL_KERNELS = (*(repository.name for repository in CATALOGUE), "layer", "step")
 OPERATORS = "operators"  # pairs of calls, whatever the model
-KERNELS = (*OF_MODELS, OPERATORS)
+KERNELS = (*MODEL_KERNELS, OPERATORS)
 REPEATS = 50  # of a call, on a card
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 

@@ -42,7 +42,7 @@ def awaits_weights() -> bool:
     return _without_weights.get()
 
 
-def device_of(module: nn.Module) -> str | None:
+def compute_device(module: nn.Module) -> str | None:
     """Return where a module computes, None if it has no tensors.
 
     accelerate moves what is offloaded when it is called.
@@ -52,7 +52,7 @@ def device_of(module: nn.Module) -> str | None:
 
 def is_elsewhere(module: nn.Module) -> bool:
     """Tell whether a module computes on another device than the NPU."""
-    return device_of(module) not in ("npu", None)
+    return compute_device(module) not in ("npu", None)
 
 
 def computes_on(tensor: torch.Tensor) -> str:

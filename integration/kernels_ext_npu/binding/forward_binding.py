@@ -31,7 +31,7 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.binding import step_aside
-from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, kernel_name, layer_name, owner_of, package
+from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, forward_owner, kernel_name, layer_name, package
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.distribution import kernels_internals
 from kernels_ext_npu.matching.lookup import find_pattern
@@ -92,7 +92,7 @@ def wrapper(module: nn.Module) -> str | None:
 
 def refuse_wrapper(module: nn.Module) -> str | None:
     """Return why a kernel cannot go below what was put over a module's forward; None if it can, or nothing was."""
-    name = None if owner_of(module) is not None else wrapper(module)
+    name = None if forward_owner(module) is not None else wrapper(module)
     if name is None or own_forward(module) is not None:
         return None
     reason = f"another library has wrapped its forward ({name}), and the wrapper must stay"
@@ -108,16 +108,16 @@ def kernel_forward(module: nn.Module) -> FunctionType | None:
     return function if kernel_name(function) is not None else None
 
 
-def stranger(module: nn.Module) -> str | None:
+def foreign_forward(module: nn.Module) -> str | None:
     """Return the name of a forward that another library gave a module, or its class, in place of its own."""
     bound = vars(module).get("forward")
     forward = own_forward(module) or (bound.__func__ if isinstance(bound, MethodType) else type(module).forward)
     if not isinstance(forward, FunctionType) or hasattr(forward, OWNER) or kernel_name(forward) is not None:
         return None
-    return foreign(forward, *(base.__module__ for base in type(module).__mro__))
+    return foreign_name(forward, *(base.__module__ for base in type(module).__mro__))
 
 
-def foreign(function: FunctionType, *modules: str) -> str | None:
+def foreign_name(function: FunctionType, *modules: str) -> str | None:
     """Return the full name of a function from another library than all these modules; None if it is from one."""
     libraries = {module.partition(".")[0] for module in modules}
     if function.__module__.partition(".")[0] in libraries:
@@ -131,7 +131,7 @@ def decorates_own(module: nn.Module) -> bool:
     return bound is not None and inspect.unwrap(bound, stop=lambda function: function is own) is own
 
 
-def layer_of(module: nn.Module) -> str | None:
+def bound_layer(module: nn.Module) -> str | None:
     """Return the layer of ours that computes a module, also below wrappers; None if none does."""
     bound = vars(module).get("forward")
     if bound is None:
@@ -140,9 +140,9 @@ def layer_of(module: nn.Module) -> str | None:
     return owner if owner in LAYERS else None
 
 
-def package_of(module: nn.Module) -> Any:
+def bound_package(module: nn.Module) -> Any:
     """Return the package of the kernel of ours that computes a module; None if none does."""
-    return None if layer_of(module) is None else package(own_forward(module))  # type: ignore[arg-type]
+    return None if bound_layer(module) is None else package(own_forward(module))  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -164,7 +164,7 @@ def install(serves: Callable[[nn.Module, str], bool]) -> None:
             return  # it is in place
         name = layer_name(forward)
         if layer is type(module):  # there is no kernel for the mark; if that is not ours, a layer of ours may stay
-            ours = None if getattr(layer, "kernel_layer_name", None) in LAYERS else layer_of(module)
+            ours = None if getattr(layer, "kernel_layer_name", None) in LAYERS else bound_layer(module)
             if ours is None or not serves(module, ours):
                 put(module, _below_wrappers(module))
         elif name is None:
@@ -172,7 +172,7 @@ def install(serves: Callable[[nn.Module, str], bool]) -> None:
         elif serves(module, name):
             pattern = find_pattern(type(module))
             holds = None if pattern is None else pattern.holds
-            put(module, step_aside.stepping(forward, _below_wrappers(module), holds))  # type: ignore[arg-type]
+            put(module, step_aside.guarded_forward(forward, _below_wrappers(module), holds))  # type: ignore[arg-type]
 
     @functools.wraps(unpickle)
     def __setstate__(self: nn.Module, state: Any) -> None:  # noqa: N807

@@ -54,7 +54,7 @@ def marked(forward: FunctionType, owner: str) -> FunctionType:
     return forward
 
 
-def owner_of(module: nn.Module) -> str | None:
+def forward_owner(module: nn.Module) -> str | None:
     """Return what the forward that was put on a module itself is marked with; None if it is not ours."""
     return getattr(getattr(vars(module).get("forward"), "__func__", None), OWNER, None)
 
@@ -63,5 +63,5 @@ def set_forward(module: nn.Module, forward: FunctionType | None, owner: str) -> 
     """Give a module a forward, marked with whose it is, where nobody has; without one take out that of the owner."""
     if forward is not None and "forward" not in vars(module):
         module.forward = MethodType(marked(forward, owner), module)  # type: ignore[method-assign]
-    elif forward is None and owner_of(module) == owner:
+    elif forward is None and forward_owner(module) == owner:
         del module.forward

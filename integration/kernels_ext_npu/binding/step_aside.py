@@ -23,7 +23,9 @@ _REFUSALS = (AttributeError, LookupError, TypeError, ValueError)  # of what a la
 
 
 @functools.cache
-def stepping(forward: FunctionType, matched: FunctionType, holds: Callable[[Any], bool] | None = None) -> FunctionType:
+def guarded_forward(
+    forward: FunctionType, matched: FunctionType, holds: Callable[[Any], bool] | None = None
+) -> FunctionType:
     """Return the forward of a layer for modules whose class computes what was matched, by the names of its parameters.
 
     What it cannot take, as the class perhaps can, it leaves to the class, and modules of which something does not hold.
@@ -34,11 +36,11 @@ def stepping(forward: FunctionType, matched: FunctionType, holds: Callable[[Any]
     names = {theirs: ours.name for theirs, ours in zip(inspect.signature(matched).parameters, parameters)}
 
     @functools.wraps(forward)
-    def stepping_aside(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_other = type(self).forward is not matched or (kwargs and not kwargs.keys() <= names.keys())
         if is_other or (holds is not None and not holds(self)):
             # what was put over the module's forward holds what the class had then, whatever it was given later
-            is_uncovered = getattr(self.__dict__.get("forward"), "__func__", None) is stepping_aside
+            is_uncovered = getattr(self.__dict__.get("forward"), "__func__", None) is guarded
             return (type(self).forward if is_uncovered else matched)(self, *args, **kwargs)  # type: ignore[arg-type]
         try:
             return forward(self, *args, **({names[n]: value for n, value in kwargs.items()} if kwargs else kwargs))
@@ -49,11 +51,11 @@ def stepping(forward: FunctionType, matched: FunctionType, holds: Callable[[Any]
         warnings.warn(f"{name} computed this without its kernel, which refused it: {refused}", stacklevel=2)
         return result
 
-    setattr(stepping_aside, MATCHED, matched)
-    return marked(stepping_aside, class_name(forward))  # type: ignore[arg-type]
+    setattr(guarded, MATCHED, matched)
+    return marked(guarded, class_name(forward))  # type: ignore[arg-type]
 
 
-def steps_aside(module: nn.Module) -> bool:
+def is_outdated(module: nn.Module) -> bool:
     """Tell whether a module has a forward from here, and its class computes something else now."""
     function = getattr(module.__dict__.get("forward"), "__func__", None)
     return getattr(function, MATCHED, type(module).forward) is not type(module).forward

@@ -84,7 +84,7 @@ def replace(name: str, function: Callable) -> None:
         setattr(module, last, function)
 
 
-def take(layers: Mapping[nn.Module, str], mode: Mode) -> None:
+def bind_layers(layers: Mapping[nn.Module, str], mode: Mode) -> None:
     """Let `kernels` take layers for modules, for the NPU, each as if its class were marked for that layer."""
     from kernels import Device, KernelizeFallback, kernelize
 

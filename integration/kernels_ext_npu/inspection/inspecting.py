@@ -83,7 +83,7 @@ class Inspection:
         """The original, and the model with all kernels."""
         return self.variants[0], self.variants[-1]
 
-    def of_products(self, phase: str, counts: Counts) -> float | None:
+    def product_ratio(self, phase: str, counts: Counts) -> float | None:
         """Return how many times its products and attention a phase takes, those of the one of the ends with fewer.
 
         A product more than needed counts against who computes it. None where there is none, or none was counted.

@@ -110,7 +110,7 @@ def _variant_as_json(inspection: Inspection, variant: Variant) -> dict[str, Any]
             for name, count in counts.launches.most_common()
             if count
         }
-        ratio = {"estimate_of_products": inspection.of_products(phase, counts)}
+        ratio = {"estimate_of_products": inspection.product_ratio(phase, counts)}
         graphs = {"graph_replays": replays(phase, counts)} if phase in DECODING else {}
         phases[phase] = _sums(counts) | ratio | graphs | {"operators": operators, "layers": layers}
     return {"name": variant.name, "swapped": variant.swapped} | phases
@@ -160,7 +160,7 @@ def _table(inspection: Inspection, phase: str, title: str, narrow: bool) -> Tabl
     if before is not None and after is not None:
         ratios = [f"{mine / other:.2f}" if other else "" for mine, other in zip(_figures(after), _figures(before))]
         table.add_row("of the original", *ratios, style="bold")
-        if (ratio := inspection.of_products(phase, after)) is not None:
+        if (ratio := inspection.product_ratio(phase, after)) is not None:
             table.add_row("of products", *[""] * (len(_HEADINGS) - 1), f"{ratio:.2f}", style="bold")
     for title, *pair in _layers(before, after):
         table.add_section()

@@ -22,7 +22,7 @@ from kernels_ext_npu import catalogue
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, Kind
 from kernels_ext_npu.matching.decorated import is_kernel_function, original_function
 from kernels_ext_npu.matching.fingerprint import computes_as
-from kernels_ext_npu.matching.indexer_scan import chooser
+from kernels_ext_npu.matching.indexer_scan import indexer_rewriter
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.matching.source_tree import function_tree
 from kernels_ext_npu.reasons import Reason
@@ -77,7 +77,7 @@ _GATED = (
 )
 
 
-def of_class(cls: type[nn.Module]) -> Kind | None:
+def classify_class(cls: type[nn.Module]) -> Kind | None:
     """Return what a class is: by what it computes where a kernel serves it, and otherwise by its mark and its name.
 
     What is called an MLP also has to have a gate in its forward. A convolution is nothing: an instance may be one.
@@ -97,12 +97,12 @@ def of_class(cls: type[nn.Module]) -> Kind | None:
     return catalogue.ATTENTION if attends(cls) else None
 
 
-def of_module(module: nn.Module) -> Kind | None:
+def classify_module(module: nn.Module) -> Kind | None:
     """Return what a module is: what its class is, or what its members show.
 
     Norms of any other sort count among the norms, so that nothing that is called one goes unmentioned.
     """
-    kind = of_class(type(module))
+    kind = classify_class(type(module))
     if kind is not None:
         return kind
     pattern = find_pattern(type(module))
@@ -124,7 +124,7 @@ def has_gated_projections(module: nn.Module) -> bool:
 
 def calls_attention_by_name(cls: type[nn.Module]) -> bool:
     """Tell whether the forward of a class calls the attention that its config names."""
-    return names(inspect.unwrap(cls.forward)) >= _ATTENTION_BY_NAME
+    return referenced_names(inspect.unwrap(cls.forward)) >= _ATTENTION_BY_NAME
 
 
 def attends(cls: type[nn.Module]) -> bool:
@@ -133,9 +133,9 @@ def attends(cls: type[nn.Module]) -> bool:
         return True
     if not _ATTENTION_NAMES.search(cls.__name__) or _OTHER_ATTENTION.search(cls.__name__):
         return False
-    used = names(inspect.unwrap(cls.forward))
+    used = referenced_names(inspect.unwrap(cls.forward))
     helpers = [inspect.unwrap(value) for name, value in vars(cls).items() if name in used and callable(value)]
-    return any(each & _SOFTMAX for each in (used, *map(names, helpers)))
+    return any(each & _SOFTMAX for each in (used, *map(referenced_names, helpers)))
 
 
 def attends_by_itself(cls: type[nn.Module]) -> bool:
@@ -163,10 +163,10 @@ def attention_refusal(cls: type[nn.Module]) -> Reason | None:
 
 def indexer_refusal(cls: type[nn.Module]) -> Reason | None:
     """Return why keys are not chosen in parts where an indexer of a class chooses them; None where they are."""
-    return None if chooser(cls) is not None else reason(catalogue.INDEXERS, cls.__name__)
+    return None if indexer_rewriter(cls) is not None else reason(catalogue.INDEXERS, cls.__name__)
 
 
-def of_function(name: str, function: object) -> Kind | None:
+def classify_function(name: str, function: object) -> Kind | None:
     """Return what a function is, also under what `kernels` made of it, by the name that its file has for it.
 
     It is told by what it computes, by what transformers decorated it for, or by names of it and of its helpers.
@@ -181,7 +181,7 @@ def of_function(name: str, function: object) -> Kind | None:
         if "rotary" in layer.lower():
             return catalogue.ROTARY
         return catalogue.LINEAR_ATTENTION if _LINEAR_NAMES.fullmatch(layer) else None
-    used = names(original)
+    used = referenced_names(original)
     if not _ROTATING_NAMES.search(name) and not [callee for callee in used if callee.startswith("rotate")]:
         return None
     # one that leaves the rotation to a function that has a kernel does not rotate
@@ -189,9 +189,9 @@ def of_function(name: str, function: object) -> Kind | None:
     return None if any(map(find_pattern, called)) else catalogue.ROTARY
 
 
-def names(function: Any) -> AbstractSet[str]:
+def referenced_names(function: Any) -> AbstractSet[str]:
     """Return the attributes and global names that a function uses; none of anything else."""
-    return _names(function.__code__) if isinstance(function, FunctionType) else frozenset()
+    return _code_names(function.__code__) if isinstance(function, FunctionType) else frozenset()
 
 
 def rotary_methods(cls: type[nn.Module]) -> list[str]:
@@ -205,7 +205,7 @@ def reason(kind: Kind, name: str) -> Reason:
     return UNSUPPORTED.get(kind.name, {}).get(name, UNKNOWN)
 
 
-def text_of(reason: Reason) -> str:
+def without_code(reason: Reason) -> str:
     """Return the sentence of one of these reasons without its code."""
     return reason.removeprefix(f"{reason.code}: ")
 
@@ -220,6 +220,6 @@ def _looks_gated(cls: type[nn.Module]) -> bool:
 
 
 @functools.cache
-def _names(code: CodeType) -> frozenset[str]:
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+def _code_names(code: CodeType) -> frozenset[str]:
+    inner = [_code_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return frozenset(code.co_names).union(*inner)

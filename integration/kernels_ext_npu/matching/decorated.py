@@ -31,7 +31,7 @@ def package_function(function: object) -> Any:
     return held["implementation"] if held.get("is_new_implementation") else None
 
 
-def decorators_of(function: object) -> tuple[str, ...]:
+def allowed_decorators(function: object) -> tuple[str, ...]:
     """Return the decorators that may stand above a function in its source."""
     if not is_kernel_function(function):
         return ("staticmethod",)  # those of a torch.autograd.Function are

@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, Kind
-from kernels_ext_npu.patterns.static_getattr import static_getattr
+from kernels_ext_npu.module_state import static_getattr
 
 Limits = Callable[[Any], "str | None"]  # says why no layer serves an instance; None if one does
 
 
-def where(holds: Callable[[Any], bool], reason: str, then: Limits = lambda _: None) -> Limits:
+def require(holds: Callable[[Any], bool], reason: str, then: Limits = lambda _: None) -> Limits:
     """Return the limits of a condition, and of others behind it.
 
     Args:
@@ -25,7 +25,7 @@ def where(holds: Callable[[Any], bool], reason: str, then: Limits = lambda _: No
     return lambda module: then(module) if holds(module) else reason.format(module)
 
 
-def unread(then: Limits = lambda _: None, **members: object) -> Limits:
+def ignores(then: Limits = lambda _: None, **members: object) -> Limits:
     """Return the limits of a forward that does not read members which its layer reads where there are any.
 
     Args:
@@ -77,7 +77,7 @@ class Pattern:
     # whether what it computes may have gradients; where not, torch.no_grad over it changes nothing
     has_gradients: bool = True
     # names of functions, one of which has to be in its file and computed by transformers itself, not by a package
-    beside: tuple[str, ...] = ()
+    sibling_functions: tuple[str, ...] = ()
 
     @property
     def repository(self) -> str:
@@ -94,6 +94,6 @@ class Pattern:
         return self.choose(module) if self.choose else self.layers[0]
 
 
-def alike(layers: tuple[str, ...], *originals: Any, **terms: Any) -> tuple[Pattern, ...]:
+def patterns_for(layers: tuple[str, ...], *originals: Any, **terms: Any) -> tuple[Pattern, ...]:
     """Return the patterns of what the same layers serve on the same terms, which are those of `Pattern`."""
     return tuple([Pattern(original, layers, **terms) for original in originals])

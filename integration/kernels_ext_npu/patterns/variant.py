@@ -9,7 +9,7 @@ import textwrap
 from typing import Any
 
 
-def variant(name: str, of: Any, changes: dict[str, str], method: str = "forward") -> Any:
+def variant(name: str, base: Any, changes: dict[str, str], method: str = "forward") -> Any:
     """Return a function in other words, or a class that inherits all but a method, which is in other words.
 
     It belongs to the file of the other one. Its source is where inspect, tracebacks and torch.compile look for one.
@@ -26,19 +26,19 @@ def variant(name: str, of: Any, changes: dict[str, str], method: str = "forward"
     Raises:
         ValueError: the words are not in the source, or the name is taken.
     """
-    original = getattr(of, method) if isinstance(of, type) else of
+    original = getattr(base, method) if isinstance(base, type) else base
     source = textwrap.dedent(inspect.getsource(original))
     for old, new in changes.items():
         if old not in source:
             raise ValueError(f"{original.__qualname__} has no {old!r}")
         source = source.replace(old, new)
-    if original is of:
-        source = source.replace(f"def {of.__name__}(", f"def {name}(")
+    if original is base:
+        source = source.replace(f"def {base.__name__}(", f"def {name}(")
     file = f"<{original.__module__}.{name}>"
     if file in linecache.cache:
         raise ValueError(f"there is a {file} already, whose source would be read in place of this one")
     linecache.cache[file] = len(source), None, source.splitlines(True), file
     made: dict[str, Any] = {}
-    exec(compile(source, file, "exec"), vars(sys.modules[of.__module__]), made)
+    exec(compile(source, file, "exec"), vars(sys.modules[base.__module__]), made)
     (written,) = made.values()
-    return written if original is of else type(name, (of,), {method: written, "__module__": of.__module__})
+    return written if original is base else type(name, (base,), {method: written, "__module__": base.__module__})

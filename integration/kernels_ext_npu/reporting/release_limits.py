@@ -24,7 +24,7 @@ _LOCAL_FLOATS = 192 * 1024 // 4  # of a vector core: RoPE's one_token.py has the
 def reason(row: Row, model: nn.Module, release: Release | None = None) -> Reason | None:
     """Say what a release, by default of this machine, serves less of a row of a model than a later one; or None."""
     if release is None:  # as kernels read it when they are loaded
-        release = cann_releases.release_of(getattr(torch.version, "cann", None))
+        release = cann_releases.parse_release(getattr(torch.version, "cann", None))
     if not row.swapped or not any(limit.holds(release) for limit in cann_releases.LIMITS):
         return None
     limit = _limit(row, model.get_submodule(row.module), model, release)
@@ -41,7 +41,7 @@ def _limit(row: Row, module: nn.Module, model: nn.Module, release: Release) -> L
             return cann_releases.ROUTING
         return cann_releases.ROUTING_IN_TRAINING if module.training else None
     if row.kind == EXPERTS.in_models and module.training:
-        return _of_trained_experts(row, module, model, release)
+        return _training_limit(row, module, model, release)
     if LAYERS.get(kernel) == "RMSNorm" and "ZeroCentered" in kernel and module.training:
         return None if _dtype(module) is torch.float32 else cann_releases.NORMS_IN_TRAINING
     if LAYERS.get(kernel) == "Activation" and "Quick" in kernel:
@@ -58,7 +58,7 @@ def _limit(row: Row, module: nn.Module, model: nn.Module, release: Release) -> L
     return None
 
 
-def _of_trained_experts(row: Row, experts: nn.Module, model: nn.Module, release: Release) -> Limit | None:
+def _training_limit(row: Row, experts: nn.Module, model: nn.Module, release: Release) -> Limit | None:
     """Return the limit of experts in training, the one that costs more where there are two."""
     is_float32 = _dtype(experts) is torch.float32
     if release < (8, 3) and any(parameter.requires_grad for parameter in experts.parameters()):

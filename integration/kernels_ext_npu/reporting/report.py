@@ -164,8 +164,8 @@ def _with_bypass(row: Row, model: nn.Module) -> Row:
     if row.reason is None and (less := release_limits.reason(row, model)) is not None:
         row = replace(row, reason=less)
     around = model.get_submodule(row.path.rpartition(".")[0])
-    stranger = None if forward_binding.decorates_own(around) else forward_binding.stranger(around)
-    return row if stranger is None else replace(row, reason=refusals.bypassed_by(stranger))
+    foreign = None if forward_binding.decorates_own(around) else forward_binding.foreign_forward(around)
+    return row if foreign is None else replace(row, reason=refusals.bypassed_by(foreign))
 
 
 def _at_first_call(row: Row, model: nn.Module) -> Row:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels_ext_npu.machine.cann_releases import Release, release_of
+from kernels_ext_npu.machine.cann_releases import Release, parse_release
 from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.comparing import Results
 
@@ -50,7 +50,7 @@ class OperatorCall:
 
 
 def _release() -> Release:
-    return release_of(getattr(torch.version, "cann", None))
+    return parse_release(getattr(torch.version, "cann", None))
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = DTYPE) -> Tensor:

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.binding import registration, step_aside
-from kernels_ext_npu.binding.forward_binding import layer_of, package_of
-from kernels_ext_npu.binding.loaded_kernels import MATCHED, owner_of, set_forward
+from kernels_ext_npu.binding.forward_binding import bound_layer, bound_package
+from kernels_ext_npu.binding.loaded_kernels import MATCHED, forward_owner, set_forward
 from kernels_ext_npu.matching.layer_loop_scan import LayerLoop, layer_loop
-from kernels_ext_npu.matching.residual_norm_scan import Sums, sums_of
-from kernels_ext_npu.patterns.hooks import has_hooks
+from kernels_ext_npu.matching.residual_norm_scan import Sums, find_sums
+from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.swaps.protocol import Swapping
 
 REPOSITORY = "RMSNorm"
@@ -58,11 +58,11 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     if REPOSITORY not in swapping.registration.kernels:
         return
     for cls, modules in swapping.by_class.items():
-        sums = sums_of(cls.forward)
+        sums = find_sums(cls.forward)
         for module in modules:
-            kernel = None if sums is None else _kernel_of(module, sums)
-            if kernel is not None or ("forward" in vars(module) and owner_of(module) == _OWNER):
-                set_forward(module, kernel and _forward_of(cls.forward, sums, kernel), _OWNER)  # type: ignore[arg-type]
+            kernel = None if sums is None else _norm_package(module, sums)
+            if kernel is not None or ("forward" in vars(module) and forward_owner(module) == _OWNER):
+                set_forward(module, kernel and _fused_forward(cls.forward, sums, kernel), _OWNER)  # type: ignore[arg-type]
     lists = [
         (cls, module, layers)
         for cls, modules in swapping.by_class.items()
@@ -70,7 +70,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
         for layers in module._modules.values()
         if type(layers) is nn.ModuleList
     ]
-    loops = {module: cls.forward for cls, module, layers in lists if _OWNER in map(owner_of, layers)}
+    loops = {module: cls.forward for cls, module, layers in lists if _OWNER in map(forward_owner, layers)}
     for _, module, _ in lists:
         loop = layer_loop(loops[module]) if module in loops else None
         set_forward(module, loop and _forward_with(loops[module], loop), _LOOP_OWNER)  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def remark(model: nn.Module) -> str | None:
     """Say for how many layers of a model sums are computed with their norms; None if for none."""
     if not registration.is_active():
         return None
-    counted = Counter(type(m).__name__ for m in model.modules() if owner_of(m) == _OWNER)
+    counted = Counter(type(m).__name__ for m in model.modules() if forward_owner(m) == _OWNER)
     found = ", ".join(f"{count} × {name}" for name, count in counted.items())
     return f"fused add and norm during decoding: {found}" if found else None
 
@@ -93,22 +93,22 @@ def hand_on(layer: nn.Module, x: Tensor) -> None:
         loop.normed = None if norm is None else (norm, *loop.normed[1:])
 
 
-def _kernel_of(module: nn.Module, sums: Sums) -> ModuleType | None:
+def _norm_package(module: nn.Module, sums: Sums) -> ModuleType | None:
     """Return the package that computes the norms of a layer; None where none of ours can add before."""
     for name in sums.norms:
         norm = module._modules.get(name)
-        if norm is not None and layer_of(norm) in _LAYERS:
-            return package_of(norm)
+        if norm is not None and bound_layer(norm) in _LAYERS:
+            return bound_package(norm)
     return None
 
 
 @functools.cache
-def _forward_of(original: FunctionType, sums: Sums, kernel: ModuleType) -> FunctionType:
+def _fused_forward(original: FunctionType, sums: Sums, kernel: ModuleType) -> FunctionType:
     """Return the forward of layers that choose, call by call, where their class has another one."""
 
     def add_norm(layer: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of a sum, and the sum."""
-        if step_aside.steps_aside(norm):
+        if step_aside.is_outdated(norm):
             total = residual + x
             return norm(total), total
         return kernel.add_then_norm(norm, x, residual)
@@ -117,7 +117,7 @@ def _forward_of(original: FunctionType, sums: Sums, kernel: ModuleType) -> Funct
         """Return the sum that a layer gives, and keep the norm of it with which the layer behind it begins."""
         loop = _loop_around(layer)
         norm = None if loop is None else _norm_behind(layer, loop)
-        if loop is None or norm is None or step_aside.steps_aside(norm) or not kernel.takes_sum(norm, x, residual):
+        if loop is None or norm is None or step_aside.is_outdated(norm) or not kernel.takes_sum(norm, x, residual):
             return residual + x
         normed, total = kernel.add_then_norm(norm, x, residual)
         loop.normed = norm, total, normed
@@ -171,7 +171,7 @@ def _decodes_one_token(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) ->
         and given.dim() == 3
         and given.shape[1] == 1
         and registration.uses(REPOSITORY)
-        and not step_aside.steps_aside(layer)
+        and not step_aside.is_outdated(layer)
     )
 
 
@@ -196,7 +196,7 @@ def _norm_behind(layer: nn.Module, loop: _Loop) -> nn.Module | None:
     behind = loop.behind.get(layer)
     if behind is None or not (_is_called_alone(layer) and _is_called_alone(behind)):
         return None
-    sums = sums_of(type(behind).forward)
+    sums = find_sums(type(behind).forward)
     return None if sums is None or sums.first is None else behind._modules.get(sums.first)
 
 
@@ -206,7 +206,7 @@ def _is_called_alone(layer: nn.Module) -> bool:
     Inspection counts one layer of a kind, with a hook, and lets the others hand on what they are given, by a partial.
     """
     is_handed_on = _is_ours(getattr(vars(layer).get("forward"), "func", None))
-    if not is_handed_on and (owner_of(layer) != _OWNER or step_aside.steps_aside(layer)):
+    if not is_handed_on and (forward_owner(layer) != _OWNER or step_aside.is_outdated(layer)):
         return False
     hooks = (*layer._forward_hooks.values(), *layer._forward_pre_hooks.values())
     is_watched = has_hooks(layer) and not (hooks and all(map(_is_ours, hooks)))

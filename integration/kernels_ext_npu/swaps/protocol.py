@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from kernels_ext_npu.binding.forward_binding import layer_of, own_forward
+from kernels_ext_npu.binding.forward_binding import bound_layer, own_forward
 from kernels_ext_npu.binding.loaded_kernels import package
 from kernels_ext_npu.binding.registration import Registration
 
@@ -56,7 +56,7 @@ class Swapping:
 
     registration: Registration  # what register() was told
     mode: Mode  # whether the model is trained or infers, as `kernels` knows it
-    take: Callable[[Mode], None]  # lets `kernels` take what is marked, from transformers' table
+    bind_layers: Callable[[Mode], None]  # lets `kernels` take what is marked, from transformers' table
     by_class: dict[type[nn.Module], list[nn.Module]]  # the modules of the model: what a class computes is asked once
 
     @functools.cached_property
@@ -68,7 +68,7 @@ class Swapping:
     def placed(self) -> list[tuple[nn.Module, str, Any]]:
         """The modules that layers of ours compute, each with its layer and package: for swaps after that of layers."""
         swapped = [module for module in self.modules if "forward" in vars(module)]
-        placed = [(module, layer) for module in swapped if (layer := layer_of(module)) is not None]
+        placed = [(module, layer) for module in swapped if (layer := bound_layer(module)) is not None]
         return [(module, layer, package(own_forward(module))) for module, layer in placed]  # type: ignore[arg-type]
 
 

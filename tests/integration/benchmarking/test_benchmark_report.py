@@ -105,7 +105,10 @@ def test_lines_that_decide_claims_are_lines_of_a_report() -> None:
     for name in {model for model, _ in named}:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(shrunk_models.load(name, 8).config)
-        kernels = {call.kernel for call in recorded_calls.calls_of(model)} | {recorded_calls.STEP, recorded_calls.HEAD}
+        kernels = {call.kernel for call in recorded_calls.find_calls(model)} | {
+            recorded_calls.STEP,
+            recorded_calls.HEAD,
+        }
         assert {line for model, line in named if model == name} <= lines_of(kernels)
     assert {name for name, _ in named} <= set(PUBLISHED)
     of_kernels = {line.partition(",")[0] for _, line in named}

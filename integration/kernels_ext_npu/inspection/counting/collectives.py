@@ -24,7 +24,7 @@ def is_collective(operator: torch._ops.OpOverload) -> bool:
     return operator.namespace in _NAMESPACES
 
 
-def name_of(operator: torch._ops.OpOverload) -> str | None:
+def collective_name(operator: torch._ops.OpOverload) -> str | None:
     """Return the name in ``torch.distributed``; None of what sends nothing.
 
     Each family, and each overload, spells it in its own way.

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from kernels_ext_npu.inspection.counting import collectives
 from kernels_ext_npu.measuring.costs import LIKE
 from kernels_ext_npu.measuring.distance import tensors
-from kernels_ext_npu.measuring.products import name_of
+from kernels_ext_npu.measuring.products import operator_name
 
 _MASKED = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 LARGEST = 2**25  # elements that are worth computing: more than the attention mask of 4096 tokens has
@@ -50,7 +50,7 @@ class KnownValues:
 
     def run(self, operator: OpOverload, args: tuple, kwargs: dict) -> Any:
         """Run an operator, and return its result; raise UnknownValueError if that needs values that are unknown."""
-        name = name_of(operator)
+        name = operator_name(operator)
         if name == "_local_scalar_dense":
             self.waits += args[0].device.type == "npu"
             value = self._value(args[0])

@@ -39,7 +39,7 @@ def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs
 
 
 PATTERNS = (
-    Pattern(causal_conv1d_fn, ("CausalConv1dBeforeScan",), beside=_SCANS),
+    Pattern(causal_conv1d_fn, ("CausalConv1dBeforeScan",), sibling_functions=_SCANS),
     Pattern(causal_conv1d_fn, ("CausalConv1d",)),
     Pattern(causal_conv1d_update, ("CausalConv1dUpdate",)),
 )

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernels_ext_npu.patterns.pattern import Pattern, where
+from kernels_ext_npu.patterns.pattern import Pattern, require
 from kernels_ext_npu.patterns.variant import variant
 
 
@@ -46,7 +46,7 @@ def _is_unbounded(module: Any) -> bool:
     return module.safe_gate_lower_bound is None
 
 
-_UNBOUNDED = where(_is_unbounded, "it bounds its gates by {0.safe_gate_lower_bound}")
+_UNBOUNDED = require(_is_unbounded, "it bounds its gates by {0.safe_gate_lower_bound}")
 PATTERNS = (
     Pattern(KimiLinearForgetGate, ("ForgetGate",)),
     Pattern(Glm5NextTextForgetGate, ("ForgetGate",), _UNBOUNDED, holds=_is_unbounded),

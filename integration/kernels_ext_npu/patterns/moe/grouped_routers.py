@@ -3,9 +3,9 @@
 import torch
 from torch.nn import functional as F
 
+from kernels_ext_npu.module_state import COMPUTED, static_getattr
 from kernels_ext_npu.patterns.moe.softmax_routers import Router
-from kernels_ext_npu.patterns.pattern import Pattern, unread, where
-from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
+from kernels_ext_npu.patterns.pattern import Pattern, ignores, require
 from kernels_ext_npu.patterns.variant import variant
 
 
@@ -95,17 +95,17 @@ class DeepseekV2TopkRouter(Router):
         return router_logits, topk_weights, topk_indices
 
 
-_GREEDY = where(
+_GREEDY = require(
     lambda router: router.topk_method in ("greedy", "group_limited_greedy"),
     "its topk_method is {0.topk_method}, the kernel has greedy and group_limited_greedy",
 )
-_WIDE = where(
+_WIDE = require(
     lambda router: (weight := static_getattr(router, "weight")) is COMPUTED or weight.dtype is torch.float32,
     "it compares probabilities that are rounded to {0.weight.dtype}, and the operator compares them in float32",
 )
 PATTERNS = (
     Pattern(DeepseekV3TopkRouter, ("SigmoidTopKRouter",)),
-    Pattern(BeamTopKRouter, ("SigmoidTopKRouter",), unread(routed_scaling_factor=1.0)),
+    Pattern(BeamTopKRouter, ("SigmoidTopKRouter",), ignores(routed_scaling_factor=1.0)),
     Pattern(MistralLarge4TextTopkRouter, ("GroupedSoftmaxTopKRouterNormalised",)),
     Pattern(DeepseekV2TopkRouter, ("GroupedSoftmaxTopKRouter",), _GREEDY, rechecks_every_call=True),
     Pattern(Mistral4TopkRouter, ("GroupedSoftmaxTopKRouterNarrow",), _WIDE, rechecks_every_call=True),

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from kernels_ext_npu.module_state import COMPUTED, static_getattr
 from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP, MixtralBlockSparseTop2MLP
-from kernels_ext_npu.patterns.pattern import Part, alike, unread
-from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
+from kernels_ext_npu.patterns.pattern import Part, ignores, patterns_for
 from kernels_ext_npu.patterns.variant import variant
 
 
@@ -187,13 +187,13 @@ _EXPERTS = Part(
     is_called=True,  # where it has hooks
 )
 
-_SPARSE = partial(alike, ("SparseMoEBlock",), parts=(_EXPERTS,), rechecks_every_call=True)
-_QUIET = unread(_refuse, jitter_noise=0.0)  # in training
+_SPARSE = partial(patterns_for, ("SparseMoEBlock",), parts=(_EXPERTS,), rechecks_every_call=True)
+_QUIET = ignores(_refuse, jitter_noise=0.0)  # in training
 PATTERNS = (
-    *_SPARSE(Qwen3MoeSparseMoeBlock, OlmoeSparseMoeBlock, limits=unread(_QUIET, shared_expert=None)),
+    *_SPARSE(Qwen3MoeSparseMoeBlock, OlmoeSparseMoeBlock, limits=ignores(_QUIET, shared_expert=None)),
     *_SPARSE(Qwen2MoeSparseMoeBlock, limits=_QUIET),
-    *_SPARSE(MixtralSparseMoeBlock, limits=unread(_refuse, norm_topk_prob=True, shared_expert=None)),
-    *alike(
+    *_SPARSE(MixtralSparseMoeBlock, limits=ignores(_refuse, norm_topk_prob=True, shared_expert=None)),
+    *patterns_for(
         ("GatedMoEBlock",), DeepseekV3MoE, DeepseekV2MoE, limits=_refuse, parts=(_EXPERTS,), rechecks_every_call=True
     ),
 )

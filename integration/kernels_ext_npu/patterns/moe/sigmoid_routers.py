@@ -10,7 +10,7 @@ from transformers.activations import ACT2FN
 from transformers.utils.generic import maybe_autocast
 
 from kernels_ext_npu.patterns.moe.softmax_routers import Router
-from kernels_ext_npu.patterns.pattern import Part, Pattern, where
+from kernels_ext_npu.patterns.pattern import Part, Pattern, require
 from kernels_ext_npu.patterns.variant import variant
 
 
@@ -148,7 +148,7 @@ class Inkling2TopKRouter(Router):
         return logits, weights * self.routed_scaling_factor, indices
 
 
-_UNGROUPED = where(
+_UNGROUPED = require(
     lambda router: router.num_group is None,
     "it fills groups that are not chosen with 0, and the operator leaves them out: a negative bias tells",
 )

@@ -65,14 +65,14 @@ class CohereCompassRotaryEmbedding(nn.Module):
         return torch.stack([freq_row, freq_column], dim=-1).flatten(-2).repeat(1, 1, 2)
 
 
-_OF_ROWS = {  # and columns
+_ROWS = {  # and columns
     "expand(3,": "expand(2,",
     "sin = self.recomposition_frequencies(sin, layer_type)": "cos = self.recomposition_frequencies(cos)",
     "cos = self.recomposition_frequencies(cos, layer_type)": "sin = self.recomposition_frequencies(sin)",
     "dtype=x.dtype": "x.dtype",
 }
 _COMPASS = CohereCompassRotaryEmbedding
-_NEO_MME = variant("NeoMMERotaryEmbedding", _COMPASS, _OF_ROWS)
+_NEO_MME = variant("NeoMMERotaryEmbedding", _COMPASS, _ROWS)
 
 
 class Qwen2VLVisionRotaryEmbedding(nn.Module):
@@ -119,8 +119,8 @@ def _chooses(table: Any) -> bool:
         for layer_type, shape in product(rope_type if isinstance(rope_type, dict) else [None], _SHAPES):
             count = getattr(table, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq").shape[-1]
             x = torch.arange(math.prod(shape) * count, dtype=torch.float32, device="cpu").view(*shape, count)
-            chosen, of_others = (compose(given, *[layer_type] * takes_type) for given in (x.clone(), _other(x)))
-            if not torch.equal(_other(chosen), of_others):
+            chosen, others = (compose(given, *[layer_type] * takes_type) for given in (x.clone(), _other(x)))
+            if not torch.equal(_other(chosen), others):
                 return False
     return True
 

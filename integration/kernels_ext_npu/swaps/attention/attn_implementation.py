@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.distribution import sources
 from kernels_ext_npu.swaps.attention import eligibility
-from kernels_ext_npu.swaps.attention.eligibility import calls_by_name, is_added_elsewhere
+from kernels_ext_npu.swaps.attention.eligibility import calls_by_name, needs_mask_tensor
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 NAME = NPU_FLASH_ATTENTION.name
@@ -69,7 +69,7 @@ def check_and_adjust(
         by_default = requested is None or any(requested is each for each in kept)
         return eligibility.BY_DEFAULT if by_default else eligibility.ASKED
     default = original(self, None, *args, **kwargs)
-    if not self._can_set_attn_implementation() or is_added_elsewhere(type(self.config)):
+    if not self._can_set_attn_implementation() or needs_mask_tensor(type(self.config)):
         warnings.warn(
             f"{NAME}: {type(self).__name__} does not call its attention by name, and keeps {default}", stacklevel=4
         )

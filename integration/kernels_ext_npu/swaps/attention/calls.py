@@ -38,7 +38,7 @@ from kernels_ext_npu.swaps.attention import sequence_parallel_guards as guards
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.transformers_internals import cache_parameter
 
-_counts_itself: ContextVar[bool] = ContextVar("_counts_itself", default=False)
+_makes_positions: ContextVar[bool] = ContextVar("_makes_positions", default=False)
 
 
 def npu_flash_attention(
@@ -55,7 +55,7 @@ def npu_flash_attention(
         ValueError: sequences are split between devices, and nobody exchanges keys or heads; or torch's context
             parallelism does, and more is asked for than it computes.
     """
-    guards.refuse_part(module, NPU_FLASH_ATTENTION.name)
+    guards.refuse_partial_sequence(module, NPU_FLASH_ATTENTION.name)
     result = _attend(module, query, key, value, attention_mask, *args, **kwargs)
     if not kwargs.get("output_attentions") or kwargs.get("cu_seq_lens_q") is not None:
         return result, None
@@ -73,7 +73,7 @@ def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
         ValueError: torch's context parallelism splits sequences of which a model sees chunks.
     """
     if guards.exchanges_keys():
-        kwargs = context_parallel.of_whole(kwargs)
+        kwargs = context_parallel.mask_arguments(kwargs)
     if eligibility.is_eager_by_default(
         type(kwargs.get("config"))
     ):  # its formula knows masks alone, whatever a module says
@@ -81,7 +81,7 @@ def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
     return registration.package(NPU_FLASH_ATTENTION.repository).attention_mask(*args, **kwargs)
 
 
-def stand_in(
+def kernel_or_sdpa(
     original: Callable,
     module: nn.Module,
     query: Tensor,
@@ -97,27 +97,27 @@ def stand_in(
     is_described = not (attention_mask is None or isinstance(attention_mask, Tensor))
     is_served = (
         NPU_FLASH_ATTENTION.is_registered()
-        and (is_sdpa or eligibility.stands_for_eager(config))
+        and (is_sdpa or eligibility.serves_eager(config))
         and eligibility.refusal(module, query.device.type, query.dtype, kwargs.get("softcap")) is None
         and kwargs.get("position_bias") is None
         and not kwargs.get("output_attentions", getattr(config, "output_attentions", False))
         and (attention_mask is None or _fits(attention_mask, query, key, is_described, kwargs.get("cache")))
     )
-    guards.refuse_part(module, "sdpa" if is_sdpa else "eager", is_served)
+    guards.refuse_partial_sequence(module, "sdpa" if is_sdpa else "eager", is_served)
     if is_served:
         if is_sdpa and attention_mask is None:
-            key, value = _up_to_queries(module, query, key, value, kwargs.get("is_causal"))
+            key, value = _crop_unused_keys(module, query, key, value, kwargs.get("is_causal"))
         return _attend(module, query, key, value, attention_mask, *args, **kwargs), None
     if is_sdpa and guards.exchanges_keys():
         guards.refuse_mask(module, attention_mask)
     if (indices := kwargs.get("indices")) is not None and attention_mask is not None:  # which no original reads
-        attention_mask = indexers.among(attention_mask.mask() if is_described else attention_mask, indices)
+        attention_mask = indexers.without_unchosen(attention_mask.mask() if is_described else attention_mask, indices)
         is_described = False
     if is_sdpa:
         attention_mask = attention_mask.original(len(query)) if is_described else attention_mask
     elif attention_mask is not None:
-        attention_mask = _as_added(attention_mask, query)
-    if kwargs.get("cu_seq_lens_q") is not None and flash_attention_requested.gives_lengths(type(module)):
+        attention_mask = _additive_mask(attention_mask, query)
+    if kwargs.get("cu_seq_lens_q") is not None and flash_attention_requested.passes_cu_seqlens(type(module)):
         # sequences lie one behind the other, and the file computes them one by one where it gives no lengths
         lengths = torch.diff(kwargs["cu_seq_lens_q"]).tolist()
         parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
@@ -131,10 +131,10 @@ def get_interface(original: Callable, self: AttentionInterface, implementation: 
     What stands in for a module's own formula is in no table, since transformers looks for none there.
     """
     found = original(self, implementation, default)
-    return functools.partial(stand_in, found) if implementation == "eager" and found is default else found
+    return functools.partial(kernel_or_sdpa, found) if implementation == "eager" and found is default else found
 
 
-def mask_standing_in(original: Callable, before: Callable | None = None) -> Callable:
+def mask_for_kernel(original: Callable, before: Callable | None = None) -> Callable:
     """Return what stands in for a mask function of transformers: on the NPU it describes the mask.
 
     Args:
@@ -146,13 +146,13 @@ def mask_standing_in(original: Callable, before: Callable | None = None) -> Call
     def mask(*args: Any, **kwargs: Any) -> Any:
         given, config = kwargs.get("attention_mask"), kwargs.get("config")
         if given is not None and not isinstance(given, Tensor):  # that of the model around
-            return given if eligibility.describes_masks(config) else given.mask()
+            return given if eligibility.takes_mask_description(config) else given.mask()
         if guards.exchanges_keys():
-            kwargs = context_parallel.of_whole(kwargs)
+            kwargs = context_parallel.mask_arguments(kwargs)
             given = kwargs["attention_mask"]
         if (
             torch.device(kwargs.get("device", "cpu")).type == "npu"
-            and eligibility.describes_masks(config)
+            and eligibility.takes_mask_description(config)
             and ALL_ATTENTION_FUNCTIONS["sdpa"] is not before
             and not args
             and not getattr(config, "attn_logit_softcapping", None)
@@ -168,7 +168,7 @@ def mask_standing_in(original: Callable, before: Callable | None = None) -> Call
 def attach_context_parallel_hooks(original: Callable, model: nn.Module) -> None:
     """Leave a model its masks, in place of accelerate's function of this name, where the kernel computes attention."""
     config = getattr(model, "config", None)
-    if not (eligibility.describes_masks(config) or NPU_FLASH_ATTENTION.is_named_by(config)):
+    if not (eligibility.takes_mask_description(config) or NPU_FLASH_ATTENTION.is_named_by(config)):
         original(model)
 
 
@@ -184,17 +184,17 @@ def call_model(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: 
     """
     forward = inspect.unwrap(self.forward)
     is_known = getattr(forward, "__module__", "").startswith("transformers.")
-    guards.split_recurrences_of(self)
+    guards.share_recurrences(self)
     guards.refuse_unshifted(self, kwargs, sys._getframe(1))
     # tokens can be given without their name, and what follows them could be positions
-    counts_itself = is_known and len(args) <= 1 and kwargs.get("position_ids") is None
-    if counts_itself:
+    makes_positions = is_known and len(args) <= 1 and kwargs.get("position_ids") is None
+    if makes_positions:
         guards.refuse_own_positions(self)
-    token = _counts_itself.set(counts_itself)
+    token = _makes_positions.set(makes_positions)
     try:
         return original(self, *args, **kwargs)
     finally:
-        _counts_itself.reset(token)
+        _makes_positions.reset(token)
 
 
 def preprocess(
@@ -208,7 +208,7 @@ def preprocess(
     """Prepare a mask, in place of ``_preprocess_mask_arguments`` of masking_utils, without a look at positions."""
     given = inspect.signature(original).bind(config, inputs_embeds, attention_mask, *args, **kwargs).arguments
     position_ids = given["position_ids"]
-    is_standing_in = inputs_embeds.device.type == "npu" and eligibility.describes_masks(config)
+    is_standing_in = inputs_embeds.device.type == "npu" and eligibility.takes_mask_description(config)
     if not (is_standing_in or NPU_FLASH_ATTENTION.is_named_by(config)):
         return original(**given)
     is_done, mask, _, *sizes = original(**given | {"position_ids": None})
@@ -223,9 +223,9 @@ def preprocess(
         position_ids is not None
         and mask is None
         and given[cache_parameter(original)] is None
-        and not _counts_itself.get()
+        and not _makes_positions.get()
     ):
-        packed = _sequences(position_ids.expand(len(inputs_embeds), -1))
+        packed = _sequence_ids(position_ids.expand(len(inputs_embeds), -1))
     return is_done, mask, packed, *sizes
 
 
@@ -236,16 +236,16 @@ def _attend(
         return context_parallel.attend(module, query, key, value, attention_mask, *args, **kwargs)
     guards.refuse_sinks(query, kwargs.get("s_aux"))
     if kwargs.get("cu_seq_lens_q") is None:
-        kwargs |= guards.lengths_of_whole(module, query, kwargs.get("position_ids"))
+        kwargs |= guards.gathered_cu_seqlens(module, query, kwargs.get("position_ids"))
     if attention_mask is None and eligibility.is_eager_by_default(type(getattr(module, "config", None))):
         kwargs["is_causal"] = False  # its formula leaves out what a mask says
     kernel = registration.package(NPU_FLASH_ATTENTION.repository)
     given = query, key, value, attention_mask, kwargs
-    if (chosen := mla_absorb.of_chosen_keys(*given, kernel.reads_chosen_in_place)) is not None:
+    if (chosen := mla_absorb.latents_for_chosen_keys(*given, kernel.reads_chosen_in_place)) is not None:
         options = kwargs["indices"], kwargs["scaling"], kwargs.get("s_aux")
         return chosen.attend_chosen(kernel.attend_chosen, query, attention_mask, *options)
     forward = kernel.attention_forward
-    if (few := mla_absorb.of_few_queries(query, key, value, kwargs)) is not None:
+    if (few := mla_absorb.latents_for_few_queries(query, key, value, kwargs)) is not None:
 
         def on_latents(few_queries: Tensor, keys: Tensor, values: Tensor, rotated: tuple[Tensor, Tensor]) -> Tensor:
             return forward(module, few_queries, keys, values, attention_mask, *args, **kwargs, rotated=rotated)[0]
@@ -255,7 +255,7 @@ def _attend(
     return forward(module, query, key, value, attention_mask, *args, **kwargs)[0]
 
 
-def _up_to_queries(
+def _crop_unused_keys(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, is_causal: bool | None
 ) -> tuple[Tensor, Tensor]:
     """Leave out the keys behind a prompt that came without a mask: a static cache, empty until then, has room there.
@@ -276,14 +276,14 @@ def _fits(mask: Any, query: Tensor, key: Tensor, is_described: bool, paged_cache
     return has_keys and mask.dim() == 4 and all(a in (1, b) for a, b in zip(mask.shape[:3], sizes))
 
 
-def _as_added(mask: Any, query: Tensor) -> Tensor:
+def _additive_mask(mask: Any, query: Tensor) -> Tensor:
     """Return a mask as the formulas of models take it, floating and added to scores, of what is described or bool."""
     seen = mask if isinstance(mask, Tensor) else mask.mask(query.device)
     zero = torch.zeros((), dtype=query.dtype, device=query.device)
     return seen if seen.is_floating_point() else torch.where(seen, zero, torch.finfo(query.dtype).min)
 
 
-def _sequences(positions: Tensor) -> Tensor:
+def _sequence_ids(positions: Tensor) -> Tensor:
     """Return which sequence each token belongs to, ``[B, S]``: a new one begins where positions do not count on.
 
     transformers 5.22.2, masking_utils.py, ``find_packed_sequence_indices``.

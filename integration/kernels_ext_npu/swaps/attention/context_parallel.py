@@ -195,7 +195,7 @@ def sequences(tokens: Tensor, positions: Tensor | None, padding: Tensor | None) 
     return known[1]
 
 
-def of_whole(kwargs: dict[str, Any]) -> dict[str, Any]:
+def mask_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a mask, with the sequences of the whole batch where they stand in the place of padding.
 
     Raises:

@@ -21,7 +21,7 @@ from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 Answer = TypeVar("Answer")
 
-PLAIN = "_kernels_ext_npu_plain_attention"  # an attribute of modules that restore() was called for
+KERNEL_DISABLED = "_kernels_ext_npu_plain_attention"  # an attribute of modules that restore() was called for
 # What a config names has one more thing to say, which no equality, file or reader of configs sees: which object it is.
 # A copy of a config has the same one, a pickle has a usual one. That of BY_DEFAULT is transformers' own choice, that of
 # ASKED is somebody's, and a model whose config has one of RESTORED makes its masks as transformers does.
@@ -33,7 +33,7 @@ CAPPED = Reason("no operator", "no operator: scores are capped, which none of to
 IN_FLOAT64 = Reason("device limit", "device limit: it is in float64")
 
 
-def _asked_once(question: Callable[[type], Answer]) -> Callable[[type], Answer]:
+def _cached_by_class(question: Callable[[type], Answer]) -> Callable[[type], Answer]:
     """Answer a question about a class once; graphs take the answer as it is."""
     known = functools.cache(question)
 
@@ -45,24 +45,24 @@ def _asked_once(question: Callable[[type], Answer]) -> Callable[[type], Answer]:
     return answer
 
 
-class_refusal = _asked_once(classification.attention_refusal)
+class_refusal = _cached_by_class(classification.attention_refusal)
 
 
-@_asked_once
+@_cached_by_class
 def is_eager_by_default(cls: type) -> bool:
     """Tell whether transformers gives models with a config of a class their own formula where nobody names another."""
     models = _models_with(cls)
     return bool(models) and not any(model._supports_sdpa for model in models)
 
 
-@_asked_once
-def has_served(cls: type) -> bool:
+@_cached_by_class
+def has_served_attention(cls: type) -> bool:
     """Tell whether models with a config of a class have attention that is served."""
     return None in map(class_refusal, _attending(cls))
 
 
-@_asked_once
-def is_added_elsewhere(cls: type) -> bool:
+@_cached_by_class
+def needs_mask_tensor(cls: type) -> bool:
     """Tell whether the mask of a model with a config of a class is for others, too, which compute by themselves.
 
     They do in models like Git, and get the mask that they would have. What is in the same file, and belongs to models
@@ -87,18 +87,18 @@ def limit(module: nn.Module, dtype: torch.dtype, softcap: Any) -> Reason | None:
 
 def refusal(module: nn.Module, device: str | None, dtype: torch.dtype, softcap: Any) -> Reason | None:
     """Return why the kernel does not stand in where a module attends with such tensors; None where it does."""
-    if PLAIN in module.__dict__:
+    if KERNEL_DISABLED in module.__dict__:
         return refusals.NOT_ASKED_FOR
     return limit(module, dtype, softcap) or (None if device in ("npu", None) else ELSEWHERE)
 
 
-def stands_for(config: PreTrainedConfig) -> bool:
+def serves_config(config: PreTrainedConfig) -> bool:
     """Tell whether the kernel stands for what a config names: for ``eager`` where transformers has nothing better."""
     is_registered = NPU_FLASH_ATTENTION.is_registered()
-    return is_registered and (config._attn_implementation == "sdpa" or stands_for_eager(config))
+    return is_registered and (config._attn_implementation == "sdpa" or serves_eager(config))
 
 
-def stands_for_eager(config: PreTrainedConfig) -> bool:
+def serves_eager(config: PreTrainedConfig) -> bool:
     """Tell whether the kernel stands for a model's own formula, which transformers chose for want of a better one."""
     name = config._attn_implementation
     return name == EAGER and name is not ASKED and is_eager_by_default(type(config))
@@ -118,22 +118,22 @@ def forget_restored(config: PreTrainedConfig) -> None:
         config._attn_implementation_internal = BY_DEFAULT if name == EAGER else "sdpa"
 
 
-def is_ours(config: Any) -> bool:
+def uses_kernel(config: Any) -> bool:
     """Tell whether the kernel computes what a config names: by its name, or where it stands for another."""
-    return NPU_FLASH_ATTENTION.is_named_by(config) or (stands_for(config) and stranger(config) is None)
+    return NPU_FLASH_ATTENTION.is_named_by(config) or (serves_config(config) and foreign_sdpa(config) is None)
 
 
-def describes_masks(config: Any) -> bool:
+def takes_mask_description(config: Any) -> bool:
     """Tell whether the masks of models with a config are described: they only hand them on, to what is served."""
-    if not isinstance(config, PreTrainedConfig) or not stands_for(config):
+    if not isinstance(config, PreTrainedConfig) or not serves_config(config):
         return False
     name = config._attn_implementation
     if name is RESTORED.get(name):
         return False
-    return has_served(type(config)) and not is_added_elsewhere(type(config))
+    return has_served_attention(type(config)) and not needs_mask_tensor(type(config))
 
 
-def stranger(config: PreTrainedConfig) -> str | None:
+def foreign_sdpa(config: PreTrainedConfig) -> str | None:
     """Return what somebody has put into our place where a config names ``sdpa``, which may call ours; else None."""
     function: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
     function = getattr(function, "func", function)  # of a partial, as ours is
@@ -167,7 +167,9 @@ def _named_in(cls: type[nn.Module]) -> set[type[nn.Module]]:
     bases = [base for base in cls.__mro__ if base is not PreTrainedModel and not base.__module__.startswith("torch.")]
     own = [(name, value) for base in bases for name, value in vars(base).items() if name != "_init_weights"]
     functions = [value for _, value in own if inspect.isfunction(value) and not value.__module__.startswith("torch.")]
-    values = [function.__globals__.get(name) for function in functions for name in classification.names(function)]
+    values = [
+        function.__globals__.get(name) for function in functions for name in classification.referenced_names(function)
+    ]
     tables = [list(value.values()) for value in values if isinstance(value, dict)]
     return {value for value in (*values, *chain.from_iterable(tables)) if _is_module_class(value)}
 

@@ -20,7 +20,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.swaps.attention.attn_implementation import canonical_name
-from kernels_ext_npu.swaps.attention.eligibility import is_ours
+from kernels_ext_npu.swaps.attention.eligibility import uses_kernel
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 _MASKS = "transformers.masking_utils"
@@ -30,7 +30,7 @@ _SHARED = "transformers.vision_utils"  # what towers count their sequences with
 _LONGEST = "get_max_seqlen"  # transformers 5.22
 
 
-def answer_files(files: Iterable[str], patches: Patches) -> None:
+def patch_files(files: Iterable[str], patches: Patches) -> None:
     """Answer files, by their names, if they ask; whose source cannot be read is taken to give lengths."""
     for name in (*files, _SHARED):
         is_answered = name.startswith((*FILES, _SHARED)) or not name.startswith("transformers.")
@@ -38,20 +38,20 @@ def answer_files(files: Iterable[str], patches: Patches) -> None:
             continue
         file = sys.modules[name]
         if vars(file).get(_QUESTION) is is_flash_attention_requested:
-            answer = functools.partial(_is_flash_attention, name != _MASKS and _writes_lengths(name))
+            answer = functools.partial(_is_flash_attention, name != _MASKS and _source_passes_cu_seqlens(name))
             patches.attribute(file, _QUESTION, answer)
         longest = vars(generic).get(_LONGEST)
         if vars(file).get(_LONGEST) is longest and longest is not None:
             patches.attribute(file, _LONGEST, functools.partial(_max_seqlen, longest))
 
 
-def gives_lengths(cls: type[nn.Module]) -> bool:
+def passes_cu_seqlens(cls: type[nn.Module]) -> bool:
     """Tell whether the file of a class was answered that it calls a flash attention, to which it gives lengths."""
     return getattr(vars(sys.modules[cls.__module__]).get(_QUESTION), "args", None) == (True,)
 
 
 @functools.cache
-def _writes_lengths(name: str) -> bool:
+def _source_passes_cu_seqlens(name: str) -> bool:
     try:
         return "cu_seq_lens_q=" in inspect.getsource(sys.modules[name])
     except OSError:
@@ -59,13 +59,13 @@ def _writes_lengths(name: str) -> bool:
 
 
 def _is_flash_attention(
-    gives_lengths: bool, config: Any = None, requested_attention_implementation: Any = None, version: Any = None
+    passes_cu_seqlens: bool, config: Any = None, requested_attention_implementation: Any = None, version: Any = None
 ) -> bool:
     """Tell a file whether an implementation is a flash attention: ours is, by any name, to one that gives lengths."""
     requested = canonical_name(requested_attention_implementation)
     is_named = NPU_FLASH_ATTENTION.is_named_by(config) or requested in NPU_FLASH_ATTENTION.names
-    if version is None and (is_named or (gives_lengths and config is not None and is_ours(config))):
-        return gives_lengths
+    if version is None and (is_named or (passes_cu_seqlens and config is not None and uses_kernel(config))):
+        return passes_cu_seqlens
     return is_flash_attention_requested(config, requested, version)
 
 

@@ -22,21 +22,21 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from kernels_ext_npu.matching.fingerprint import computes_as
-from kernels_ext_npu.patterns.hooks import has_hooks
+from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.swaps.attention import eligibility, indexers
 from kernels_ext_npu.swaps.attention.head_products import HeadProducts
 from kernels_ext_npu.swaps.linear.plain_linear import why_not_plain
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.transformers_internals import cells
 
-_OF_STYLES = "transformers.distributed.tensor_parallel", "TensorParallelLayer.install_forward.<locals>.tp_forward"
+_TP_FORWARD = "transformers.distributed.tensor_parallel", "TensorParallelLayer.install_forward.<locals>.tp_forward"
 _GATHERED = 4
 _AT_A_TIME = 1024  # queries whose keys are chosen
-_NOT_OF_LATENTS = ("cache", "cu_seq_lens_q", "output_attentions", "position_bias", "softcap")  # keys are looked at
+_NEEDS_EXPANDED_KEYS = ("cache", "cu_seq_lens_q", "output_attentions", "position_bias", "softcap")  # keys are looked at
 
 
 @functools.cache
-def in_place_of(cls: type, method: FunctionType) -> Callable | None:
+def replacement_for(cls: type, method: FunctionType) -> Callable | None:
     """Return what is called in place of a method that expands latents as transformers does; None of any other."""
     return _expand if computes_as(method, _as_in_deepseek) else None
 
@@ -102,7 +102,7 @@ class Latents:
         size, rank, keys = self.module.qk_nope_head_dim + self.module.v_head_dim, *self.nope.shape[:1:-1]
         return queries * (rank * size + keys * (2 * rank - size)) < keys * rank * size
 
-    def is_cheaper_of_chosen(self, queries: int, count: int, gathered: bool) -> bool:
+    def is_cheaper_for_chosen(self, queries: int, count: int, gathered: bool) -> bool:
         """Tell whether few enough products are left where each query has so many keys of its own, on latents.
 
         Where keys are gathered for them, each product counts `_GATHERED` times: every key is read, written and read
@@ -121,7 +121,7 @@ class Latents:
         nope, rope, weight = self.cast
         by_head = HeadProducts(weight, self.module.qk_nope_head_dim, query)
         absorbed, rotated = self._absorbed(query, by_head)
-        return _values_of(attend(absorbed, nope, nope, (rotated, rope)), by_head)
+        return _expand_values(attend(absorbed, nope, nope, (rotated, rope)), by_head)
 
     def attend_chosen(
         self, attend: Callable[..., Tensor], query: Tensor, mask: Any, indices: Tensor, *options: Any
@@ -136,7 +136,7 @@ class Latents:
             part = query[:, :, begin:end]
             by_head = HeadProducts(weight, self.module.qk_nope_head_dim, part)
             few = torch.cat(self._absorbed(part, by_head), dim=-1).transpose(1, 2)
-            parts.append(_values_of(attend(few, latents, rope, indices[:, begin:end], rows, *options), by_head))
+            parts.append(_expand_values(attend(few, latents, rope, indices[:, begin:end], rows, *options), by_head))
         return torch.cat(parts, dim=1)
 
     def _absorbed(self, query: Tensor, by_head: HeadProducts) -> tuple[Tensor, Tensor]:
@@ -146,7 +146,7 @@ class Latents:
         return absorbed.unflatten(1, (len(query), -1)).transpose(0, 1), query[..., split:]
 
 
-def _values_of(result: Tensor, by_head: HeadProducts) -> Tensor:
+def _expand_values(result: Tensor, by_head: HeadProducts) -> Tensor:
     """Return ``[B, S_q, N, D_v]`` of sums of latents, ``[B, S_q, N, R]``."""
     values = by_head.expand_values(result.permute(2, 0, 1, 3).flatten(1, 2))
     return values.unflatten(1, (len(result), -1)).permute(1, 2, 0, 3).contiguous()
@@ -157,19 +157,19 @@ def expanded(tensor: Tensor) -> Tensor:
     return tensor.latents.made[tensor.place] if type(tensor) is Unexpanded else tensor
 
 
-def of_few_queries(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Latents | None:
+def latents_for_few_queries(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Latents | None:
     """Return the latents of keys and values where attention is computed on them; None where it is not."""
-    latents = _of_both(key, value, options)
+    latents = _absorbable(key, value, options)
     if latents is None or latents.has_gradient or not latents.is_cheaper(query.shape[2]):
         return None
     return latents
 
 
-def of_chosen_keys(
+def latents_for_chosen_keys(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any], read_in_place: Callable[..., bool]
 ) -> Latents | None:
     """Return the latents of keys and values where attention is to chosen ones of them; None where it is not."""
-    latents, indices = _of_both(key, value, options), options.get("indices")
+    latents, indices = _absorbable(key, value, options), options.get("indices")
     if latents is None or indices is None or mask is None or options.get("dropout"):
         return None
     is_plain = not isinstance(mask, Tensor) or (mask.dim() == 4 and mask.shape[1] == 1 and not mask.requires_grad)
@@ -177,15 +177,15 @@ def of_chosen_keys(
     if in_place:
         nope, rope, _ = latents.cast
         in_place = read_in_place(query.to(latents.dtype).transpose(1, 2), nope[:, 0], rope[:, 0])
-    is_cheaper = latents.is_cheaper_of_chosen(query.shape[2], indices.shape[-1], not in_place)
+    is_cheaper = latents.is_cheaper_for_chosen(query.shape[2], indices.shape[-1], not in_place)
     return latents if is_plain and is_cheaper else None
 
 
-def _of_both(key: Tensor, value: Tensor, options: dict[str, Any]) -> Latents | None:
+def _absorbable(key: Tensor, value: Tensor, options: dict[str, Any]) -> Latents | None:
     """Return the latents of keys and values that nobody asks for what only expanded ones give."""
     if type(key) is not Unexpanded or type(value) is not Unexpanded or key.latents is not value.latents:
         return None
-    asked = [name for name in _NOT_OF_LATENTS if options.get(name) is not None and options[name] is not False]
+    asked = [name for name in _NEEDS_EXPANDED_KEYS if options.get(name) is not None and options[name] is not False]
     is_scaled = options.get("scaling") is not None  # by default the scale is that of expanded keys
     return key.latents if is_scaled and not asked else None
 
@@ -193,7 +193,7 @@ def _of_both(key: Tensor, value: Tensor, options: dict[str, Any]) -> Latents | N
 def _expand(original: Callable, self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
         return original(self, kv_nope, k_rot)
-    weight, device = _weight_of(self.kv_b_proj), kv_nope.device.type
+    weight, device = _plain_weight(self.kv_b_proj), kv_nope.device.type
     size = self.qk_nope_head_dim + self.v_head_dim
     has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (weight, kv_nope, k_rot) if t is not None)
     is_cast = torch.is_autocast_enabled(device)
@@ -202,7 +202,7 @@ def _expand(original: Callable, self: Any, kv_nope: Tensor, k_rot: Tensor) -> tu
         or (rows := len(weight.to_local() if isinstance(weight, DTensor) else weight)) % size
         or not (is_cast or weight.dtype == kv_nope.dtype == k_rot.dtype)
         or (has_gradient and not indexers.hands_on(self))
-        or not (NPU_FLASH_ATTENTION.is_named_by(self.config) or eligibility.stands_for(self.config))
+        or not (NPU_FLASH_ATTENTION.is_named_by(self.config) or eligibility.serves_config(self.config))
         or eligibility.refusal(self, device, kv_nope.dtype, None) is not None
     ):
         return original(self, kv_nope, k_rot)
@@ -212,7 +212,7 @@ def _expand(original: Callable, self: Any, kv_nope: Tensor, k_rot: Tensor) -> tu
     return _unexpanded(latents, rows // size, 0, sizes[0]), _unexpanded(latents, rows // size, 1, sizes[1])
 
 
-def _weight_of(layer: Any) -> Tensor | None:
+def _plain_weight(layer: Any) -> Tensor | None:
     """Return the weight of which a call of a layer is the product alone; None where it is more than that.
 
     A rank of transformers' tensor parallelism has the rows of its heads, of a DTensor.
@@ -223,12 +223,12 @@ def _weight_of(layer: Any) -> Tensor | None:
         return layer.weight
     weight, forward = layer._parameters.get("weight"), vars(layer).get("forward")
     is_rank = isinstance(weight, DTensor) and weight.placements == (Shard(0),) and type(layer) is torch.nn.Linear
-    return weight if is_rank and not has_hooks(layer) and _is_of_columns(forward) else None
+    return weight if is_rank and not has_hooks(layer) and _is_colwise_parallel(forward) else None
 
 
-def _is_of_columns(forward: Any) -> bool:
+def _is_colwise_parallel(forward: Any) -> bool:
     """Tell whether the forward of an instance is what ColwiseParallel of transformers puts around that of its class."""
-    if (getattr(forward, "__module__", None), getattr(forward, "__qualname__", None)) != _OF_STYLES:
+    if (getattr(forward, "__module__", None), getattr(forward, "__qualname__", None)) != _TP_FORWARD:
         return False
     held: dict[str, Any] = cells(forward)
     style, inside = held["self"], held["original_forward"]

@@ -22,10 +22,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels_ext_npu.binding import lazy_swap, registration
 from kernels_ext_npu.catalogue import LINEAR_ATTENTION, RECURRENCES
-from kernels_ext_npu.matching.function_scan import uses
+from kernels_ext_npu.matching.function_scan import called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.swaps.attention import cp_recurrences
-from kernels_ext_npu.swaps.loss.lm_head_loss import forward_with_labels
+from kernels_ext_npu.swaps.forward_with_labels import forward_with_labels
 
 _TORCH = "torch's context_parallel"
 
@@ -88,7 +88,7 @@ def are_split() -> bool:
     return exchanges_keys() or _framework() is not None
 
 
-def refuse_part(module: nn.Module, name: str, is_served: bool = True) -> None:
+def refuse_partial_sequence(module: nn.Module, name: str, is_served: bool = True) -> None:
     """Raise if a module that attends to what stands before a token gets a part of each sequence, without the others.
 
     Args:
@@ -116,7 +116,7 @@ def refuse_part(module: nn.Module, name: str, is_served: bool = True) -> None:
         )
 
 
-def split_recurrences_of(model: nn.Module) -> None:
+def share_recurrences(model: nn.Module) -> None:
     """Let the convolutions and recurrences of a model see whole sequences where torch splits them, or raise."""
     if not are_split():
         return
@@ -124,9 +124,9 @@ def split_recurrences_of(model: nn.Module) -> None:
         lazy_swap.swap(model, ())
     active = registration.current
     for module in model.modules():
-        if not _begins_anew(type(module)):
+        if not _carries_state(type(module)):
             continue
-        functions = [use.function for use in uses(type(module)) if use.kind is LINEAR_ATTENTION]
+        functions = [callee.function for callee in called_functions(type(module)) if callee.kind is LINEAR_ATTENTION]
         if active is None or not (exchanges_keys() and functions and all(map(cp_recurrences.serves, functions))):
             who = framework.name if (framework := _framework()) else _TORCH
             raise ValueError(
@@ -196,7 +196,7 @@ def refuse_sinks(query: Tensor, sinks: Tensor | None) -> None:
         )
 
 
-def lengths_of_whole(module: nn.Module, query: Tensor, positions: Any) -> dict[str, Tensor]:
+def gathered_cu_seqlens(module: nn.Module, query: Tensor, positions: Any) -> dict[str, Tensor]:
     """Return the lengths of packed sequences that a framework has gathered, as arguments of attention.
 
     Masks are of no use there: a model makes them of the positions of its own part, or none. As transformers' flash
@@ -218,14 +218,14 @@ def lengths_of_whole(module: nn.Module, query: Tensor, positions: Any) -> dict[s
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
 
 
-def _begins_anew(cls: type[nn.Module]) -> bool:
+def _carries_state(cls: type[nn.Module]) -> bool:
     """Tell whether transformers' forward of a class carries a state along a sequence."""
     forward: Any = inspect.unwrap(cls.forward)
     if not forward.__module__.startswith("transformers."):
         return False
     pattern = find_pattern(cls)
     is_recurrence = pattern is not None and pattern.layers[0] in RECURRENCES.layers
-    return is_recurrence or any(use.kind is LINEAR_ATTENTION for use in uses(cls))
+    return is_recurrence or any(callee.kind is LINEAR_ATTENTION for callee in called_functions(cls))
 
 
 @torch.compiler.assume_constant_result

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.binding.loaded_kernels import owner_of, set_forward
+from kernels_ext_npu.binding.loaded_kernels import forward_owner, set_forward
 from kernels_ext_npu.swaps.linear.shared_input_scan import layers_of_one_input
 
 LORA = "lora"  # the owner of the forwards of layers that can be computed together
@@ -36,14 +36,16 @@ _running = _Running()
 def apply(modules: Iterable[nn.Module], served: Set[nn.Module]) -> None:
     """Let modules whose layers of one input are all among those that are served run with these together."""
     for module in modules:
-        is_one = not served.isdisjoint(module._modules.values()) and any(groups_of(module))
+        is_one = not served.isdisjoint(module._modules.values()) and any(shared_input_groups(module))
         if is_one or "forward" in vars(module):
-            set_forward(module, _forward_of(type(module).forward) if is_one else None, _OWNER)  # type: ignore[arg-type]
+            set_forward(module, _grouped_forward(type(module).forward) if is_one else None, _OWNER)  # type: ignore[arg-type]
 
 
-def groups_of(module: nn.Module) -> Iterator[list[nn.Module]]:
+def shared_input_groups(module: nn.Module) -> Iterator[list[nn.Module]]:
     """Find the layers of a module that it calls with one input, where all of them are served."""
-    served = {name: child for name, child in module._modules.items() if child is not None and owner_of(child) == LORA}
+    served = {
+        name: child for name, child in module._modules.items() if child is not None and forward_owner(child) == LORA
+    }
     for names in layers_of_one_input(module) if len(served) > 1 else ():
         if served.keys() >= set(names):
             yield [served[name] for name in names]
@@ -53,7 +55,7 @@ def called_next(layer: nn.Module) -> list[nn.Module]:
     """Return the layers that are called with the input of one, which is their first; none where there are no others."""
     if _running.module is None:
         return []
-    return next((group for group in groups_of(_running.module) if group[0] is layer), [])
+    return next((group for group in shared_input_groups(_running.module) if group[0] is layer), [])
 
 
 def cache_outputs(x: Tensor, layers: Sequence[nn.Module], outputs: Sequence[Tensor]) -> None:
@@ -68,7 +70,7 @@ def pop_cached(layer: nn.Module, x: Tensor) -> Tensor | None:
 
 
 @functools.cache
-def _forward_of(forward: FunctionType) -> FunctionType:
+def _grouped_forward(forward: FunctionType) -> FunctionType:
     """Return the forward of a module with layers of one input: `forward` by name, as a pickle of a model knows it."""
 
     @functools.wraps(forward)

@@ -97,7 +97,7 @@ class Product:
                 bias = arg.flatten()
             elif name in ("float", "to") and (arg or torch.float32) in (dtype, torch.float32):
                 dtype = arg or torch.float32
-            elif (found := _rows_of(step, rows, self.weight.shape[0])) is not None:
+            elif (found := _remaining_rows(step, rows, self.weight.shape[0])) is not None:
                 rows = found
             else:
                 return None
@@ -107,7 +107,7 @@ class Product:
         return self.kernel.linear_cross_entropy(rows, self.weight, labels, bias, **options).to(dtype)
 
 
-def _rows_of(step: Step, rows: Tensor, words: int) -> Tensor | None:
+def _remaining_rows(step: Step, rows: Tensor, words: int) -> Tensor | None:
     """Return the rows of hidden states whose logits a step leaves; None where it leaves no whole ones.
 
     Example: ``logits.view(-1, V)`` of ``[2, 3, V]`` is ``hidden_states.reshape(6, H)``.

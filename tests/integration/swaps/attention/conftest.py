@@ -36,5 +36,5 @@ def on_latents(monkeypatch) -> list[int]:
 def always(monkeypatch) -> None:
     """Attend to chosen keys wherever there are more."""
     monkeypatch.setattr(
-        mla_absorb.Latents, "is_cheaper_of_chosen", lambda self, queries, count, gathered: count < self.nope.shape[2]
+        mla_absorb.Latents, "is_cheaper_for_chosen", lambda self, queries, count, gathered: count < self.nope.shape[2]
     )

@@ -134,5 +134,5 @@ def test_every_class_that_expands_latents_is_known() -> None:
     classes = [cls for module in modules for cls in vars(module).values() if isinstance(cls, type)]
     expanding = {cls.__name__: cls for cls in classes if "expand_kv" in vars(cls)}
     assert len(expanding) == 18
-    assert all(mla_absorb.in_place_of(cls, cls.expand_kv) is not None for cls in expanding.values())
+    assert all(mla_absorb.replacement_for(cls, cls.expand_kv) is not None for cls in expanding.values())
     assert all("self.expand_kv(" in inspect.getsource(cls.forward) for cls in expanding.values())

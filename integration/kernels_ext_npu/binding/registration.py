@@ -24,17 +24,20 @@ class Registration:
 
     source: str | Path  # where the kernels come from
     strict: bool  # whether a model must not keep what a kernel might serve
-    kernels: frozenset[str]  # the repositories that are used
+    kernels: frozenset[str]  # the repositories that register() was to use
     # what swaps the kernels into a model that waited for its first call; None if models do not wait
     on_first_call: Callable[[nn.Module], None] | None = None
     over_packages: bool = False  # whether kernels go before packages that transformers lets compute its functions
     patches: Patches = field(default_factory=Patches)  # changes to transformers, `kernels` and what belongs to models
-    functions: dict[FunctionType, nn.Module] = field(default_factory=dict)  # what `kernels` made of functions
-    # the layers of those that have a kernel; and of the modules of a model, None for none, while it is swapped
-    served: dict[nn.Module, str | None] = field(default_factory=dict)
-    # of the repositories that were asked for by more than the names of layers, once they are loaded
+    # the module that `kernels` made of each function
+    functions: dict[FunctionType, nn.Module] = field(default_factory=dict)
+    function_layers: dict[nn.Module, str] = field(default_factory=dict)  # which layer serves each of these, if one does
+    # which layer is to serve each module of the model that is being swapped, None for none; empty at other times
+    module_layers: dict[nn.Module, str | None] = field(default_factory=dict)
+    # the packages that were loaded for more than layers, by repository
     packages: dict[str, ModuleType] = field(default_factory=dict)
-    waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # for their first call on the NPU
+    # models whose kernels are swapped in at their first call on the NPU
+    waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
 
 current: Registration | None = None

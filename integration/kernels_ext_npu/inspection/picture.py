@@ -50,11 +50,13 @@ def draw(inspection: Inspection) -> Figure:
 
     Where a whole step was counted, what clipping and the optimizer cost is drawn beside it.
     """
-    phase = next(p for p in ("step", "forward") if all(variant.counts[p] for variant in inspection.ends))
-    before, after = pair = tuple(counts for variant in inspection.ends if (counts := variant.counts[phase]) is not None)
+    phase = next(p for p in ("step", "forward") if all(kernel_set.counts[p] for kernel_set in inspection.ends))
+    before, after = pair = tuple(
+        counts for kernel_set in inspection.ends if (counts := kernel_set.counts[phase]) is not None
+    )
     work = "a training step" if phase == "step" else "a forward"
     rows = [("forward and\nbackward" if phase == "step" else "forward", pair)]
-    one, other = (whole(variant, UPDATE) for variant in inspection.ends)  # what follows a backward
+    one, other = (whole(kernel_set, UPDATE) for kernel_set in inspection.ends)  # what follows a backward
     if one is not None and other is not None:
         rows.append(("clipping and\noptimizer", (one, other)))
     layout = ConstrainedLayoutEngine(rect=(0.01, 0.04, 0.98, 0.78), h_pad=0.15, w_pad=0.15)

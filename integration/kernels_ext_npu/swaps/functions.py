@@ -54,8 +54,8 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             if pattern is None or not (_is_ours(callee) and registration.uses(pattern.repository)):
                 continue
             if is_here:
-                active.served[_function_module(active, callee)] = pattern.layers[0]
-            if callee.function in active.served:
+                active.function_layers[_function_module(active, callee)] = pattern.layers[0]
+            if callee.function in active.function_layers:
                 taken[callee.function] = pattern.layers[0]
     kernels_internals.bind_layers(taken, swapping.mode)
 
@@ -66,12 +66,12 @@ def revert(model: nn.Module) -> None:
         if is_kernel_function(function):
             forward_binding.take_out(function)
         if registration.current is not None:
-            registration.current.served.pop(function, None)
+            registration.current.function_layers.pop(function, None)
 
 
 def remove(active: Registration) -> None:
     """Take the kernels out of all functions."""
-    for function in active.served:
+    for function in active.function_layers:
         forward_binding.take_out(function)
 
 

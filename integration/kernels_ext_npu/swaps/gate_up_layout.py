@@ -30,18 +30,18 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             package.packing.meet(module)
 
 
-def why_not_packed(module: nn.Module) -> str | None:
+def why_apart(module: nn.Module) -> str | None:
     """Return why a swapped MLP multiplies twice; None if it does not, or is no MLP with two projections."""
     pair = _multiplied(module)
     if pair is None:
         return None
-    packing = bound_package(module).packing
-    apart = packing.separate(*pair)
+    layout = bound_package(module).packing
+    apart = layout.separate(*pair)
     if apart is None:
         return None
     if awaits_weights():
         return "its weights are on meta: once they are loaded kernelize(model) lays them side by side"
-    return packing.obstacle(*pair) or f"{apart}: kernelize(model) lays them so"
+    return layout.obstacle(*pair) or f"{apart}: kernelize(model) lays them so"
 
 
 def called(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:

@@ -68,8 +68,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             layers[module] = layer_for(module, reference)
             if layers[module] != bound_layer(module) and since_swapped(module) is not None:
                 forward_binding.take_out(module)
-    asked = swapping.registration.served
-    asked |= layers
+    swapping.registration.module_layers = layers
     serving: dict[Any, str] = {type(module): layer for module, layer in layers.items() if layer is not None}
     for cls in serving:
         if not hasattr(cls, "kernel_layer_name"):
@@ -82,13 +81,13 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
         left = {m: layer for m, layer in others.items() if bound_layer(m) is not None or kernel_forward(m) is None}
         kernels_internals.bind_layers(left, swapping.mode)
     finally:
-        for module in layers:
-            del asked[module]
+        swapping.registration.module_layers = {}
 
 
 def serves(module: nn.Module, layer: str) -> bool:
     """Tell whether a layer serves a module, or a function that `kernels` made a module of, which `kernels` asks."""
-    known = {} if registration.current is None else registration.current.served
+    active = registration.current
+    known = {} if active is None else {**active.function_layers, **active.module_layers}
     return layer == (known[module] if module in known else layer_for(module, find_pattern(type(module))))
 
 
@@ -170,7 +169,7 @@ def _row(path: str, module: nn.Module, kind: Kind) -> Row:
 def _remark(module: nn.Module) -> str | None:
     """Return what is not as fast as it could be in a module that is served."""
     pair = gate_up_layout.called(module)
-    apart = gate_up_layout.why_not_packed(module) or (None if pair is None else lora.why_apart(*pair))
+    apart = gate_up_layout.why_apart(module) or (None if pair is None else lora.why_apart(*pair))
     return f"two products, since {apart}" if apart else gate_up_layout.unaligned(module) or experts.remark(module)
 
 

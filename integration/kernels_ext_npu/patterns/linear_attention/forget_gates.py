@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from kernels_ext_npu.patterns.pattern import Pattern, require
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.patterns.reworded import reworded
 
 
 class KimiLinearForgetGate(nn.Module):
@@ -29,7 +29,7 @@ class KimiLinearForgetGate(nn.Module):
 
 
 # may bound its gates from below
-Glm5NextTextForgetGate = variant(
+Glm5NextTextForgetGate = reworded(
     "Glm5NextTextForgetGate",
     KimiLinearForgetGate,
     {

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.patterns.pattern import Pattern, misread, patterns_for, require
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.patterns.reworded import reworded
 
 ACTIVATED_BY: dict[str, Callable[[Tensor], Tensor]] = {
     "SwiGLUMLP": F.silu,
@@ -57,7 +57,7 @@ class LlamaMLP(MLP):
 
 
 _LFM2 = {"self.act_fn": "F.silu", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-Lfm2MLP = variant("Lfm2MLP", LlamaMLP, _LFM2)
+Lfm2MLP = reworded("Lfm2MLP", LlamaMLP, _LFM2)
 
 
 class RecurrentGemmaMlp(MLP):
@@ -96,7 +96,7 @@ class Llama4TextMLP(MLP):
 
 # the expert of Mixtral in transformers 4, where each is a module of its own
 _MIXTRAL = {"activation_fn": "act_fn", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-MixtralBlockSparseTop2MLP = variant("MixtralBlockSparseTop2MLP", Llama4TextMLP, _MIXTRAL)
+MixtralBlockSparseTop2MLP = reworded("MixtralBlockSparseTop2MLP", Llama4TextMLP, _MIXTRAL)
 
 
 class Phi3MLP(MLP):

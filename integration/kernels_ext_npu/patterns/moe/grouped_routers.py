@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from kernels_ext_npu.module_state import COMPUTED, static_getattr
 from kernels_ext_npu.patterns.moe.softmax_routers import Router
 from kernels_ext_npu.patterns.pattern import Pattern, ignores, require
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.patterns.reworded import reworded
 
 
 class DeepseekV3TopkRouter(Router):
@@ -63,9 +63,9 @@ _IN_FLOAT32 = {
     "    if self.norm_topk_prob:\n        denominator": "    denominator",
     "        topk_weights /=": "    topk_weights /=",
 }
-BeamTopKRouter = variant("BeamTopKRouter", DeepseekV3TopkRouter, _WITHOUT_SCALE)
-Mistral4TopkRouter = variant("Mistral4TopkRouter", DeepseekV3TopkRouter, _SOFTMAX)
-MistralLarge4TextTopkRouter = variant("MistralLarge4TextTopkRouter", Mistral4TopkRouter, _IN_FLOAT32)
+BeamTopKRouter = reworded("BeamTopKRouter", DeepseekV3TopkRouter, _WITHOUT_SCALE)
+Mistral4TopkRouter = reworded("Mistral4TopkRouter", DeepseekV3TopkRouter, _SOFTMAX)
+MistralLarge4TextTopkRouter = reworded("MistralLarge4TextTopkRouter", Mistral4TopkRouter, _IN_FLOAT32)
 
 
 class DeepseekV2TopkRouter(Router):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from kernels_ext_npu.module_state import COMPUTED, static_getattr
 from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP, MixtralBlockSparseTop2MLP
 from kernels_ext_npu.patterns.pattern import Part, ignores, patterns_for
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.patterns.reworded import reworded
 
 
 class Qwen3MoeSparseMoeBlock(nn.Module):
@@ -72,10 +72,10 @@ _NOISE = {
     hidden_states = hidden_states.view""",
     "    if self.norm_topk_prob:\n        routing": "    routing",
 }
-Qwen2MoeSparseMoeBlock = variant("Qwen2MoeSparseMoeBlock", Qwen3MoeSparseMoeBlock, _SHARED)
+Qwen2MoeSparseMoeBlock = reworded("Qwen2MoeSparseMoeBlock", Qwen3MoeSparseMoeBlock, _SHARED)
 Qwen2MoeSparseMoeBlock.norm_topk_prob = False
-OlmoeSparseMoeBlock = variant("OlmoeSparseMoeBlock", Qwen3MoeSparseMoeBlock, _ALL_EXPERTS)
-MixtralSparseMoeBlock = variant("MixtralSparseMoeBlock", Qwen3MoeSparseMoeBlock, _NOISE)
+OlmoeSparseMoeBlock = reworded("OlmoeSparseMoeBlock", Qwen3MoeSparseMoeBlock, _ALL_EXPERTS)
+MixtralSparseMoeBlock = reworded("MixtralSparseMoeBlock", Qwen3MoeSparseMoeBlock, _NOISE)
 MixtralSparseMoeBlock.expert = MixtralBlockSparseTop2MLP
 
 

@@ -11,7 +11,7 @@ from transformers.utils.generic import maybe_autocast
 
 from kernels_ext_npu.patterns.moe.softmax_routers import Router
 from kernels_ext_npu.patterns.pattern import Part, Pattern, require
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.patterns.reworded import reworded
 
 
 class AXK2TopkRouter(Router):
@@ -67,8 +67,8 @@ _OTHER_WORDS = {
     "    return router_logits, top_k_weights": """    router_scores = top_k_weights
     return router_logits, router_scores""",
 }
-MiniMaxM2TopKRouter = variant("MiniMaxM2TopKRouter", MiniMaxM3VLTopKRouter, _GIVEN_BIAS | _OTHER_WORDS)
-HYV3TopKRouter = variant("HYV3TopKRouter", MiniMaxM3VLTopKRouter, _GIVEN_BIAS | _IN_FLOAT32)
+MiniMaxM2TopKRouter = reworded("MiniMaxM2TopKRouter", MiniMaxM3VLTopKRouter, _GIVEN_BIAS | _OTHER_WORDS)
+HYV3TopKRouter = reworded("HYV3TopKRouter", MiniMaxM3VLTopKRouter, _GIVEN_BIAS | _IN_FLOAT32)
 HYV3TopKRouter.router_scaling_factor = 1.0
 
 

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
 from kernels_ext_npu.patterns.pattern import Part, Pattern, ignores, require
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.patterns.reworded import reworded
 
 
 class Router(nn.Module):
@@ -47,8 +47,8 @@ _WEIGHTS_IN_FLOAT32 = {
     "(router_logits, dtype=torch.float, dim=-1)": "(router_logits.float(), dim=-1)",
     "    router_top_value = router_top_value.to(router_logits.dtype)\n": "",
 }
-Qwen3_5MoeTopKRouter = variant("Qwen3_5MoeTopKRouter", Qwen3MoeTopKRouter, _ALWAYS_NORMALISED)
-MixtralTopKRouter = variant("MixtralTopKRouter", Qwen3_5MoeTopKRouter, _WEIGHTS_IN_FLOAT32)
+Qwen3_5MoeTopKRouter = reworded("Qwen3_5MoeTopKRouter", Qwen3MoeTopKRouter, _ALWAYS_NORMALISED)
+MixtralTopKRouter = reworded("MixtralTopKRouter", Qwen3_5MoeTopKRouter, _WEIGHTS_IN_FLOAT32)
 
 
 class LaraMiniTopKRouter(Router):

@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN, SiLUActivation
 
 from kernels_ext_npu.module_state import COMPUTED, TORCH_CALL, all_have_hooks, static_getattr
 from kernels_ext_npu.patterns.pattern import Pattern, ignores, patterns_for, require
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.patterns.reworded import reworded
 
 
 class Norm(nn.Module):
@@ -33,8 +33,8 @@ class LlamaRMSNorm(Norm):
 # the norms that round once, at their end
 _ROUNDED_ONCE = {"self.weight * hidden_states.to(input_dtype)": "(self.weight * hidden_states).to(input_dtype)"}
 _WEIGHT_IN_FLOAT32 = {"self.weight * hidden_states": "self.weight.to(torch.float32) * hidden_states"}
-Olmo2RMSNorm = variant("Olmo2RMSNorm", LlamaRMSNorm, _ROUNDED_ONCE)
-HeliumRMSNorm = variant("HeliumRMSNorm", Olmo2RMSNorm, _WEIGHT_IN_FLOAT32)
+Olmo2RMSNorm = reworded("Olmo2RMSNorm", LlamaRMSNorm, _ROUNDED_ONCE)
+HeliumRMSNorm = reworded("HeliumRMSNorm", Olmo2RMSNorm, _WEIGHT_IN_FLOAT32)
 
 
 class T5LayerNorm(LlamaRMSNorm):
@@ -84,10 +84,10 @@ class MoshiRMSNorm(NanoChatRMSNorm):
 
 # rounds before it multiplies by the weight
 _ROUNDED_FIRST = {"(x.float())": "(x.float()).type_as(x)", ".weight.float()": ".weight", "output.type_as(x)": "output"}
-Llama4TextRMSNorm = variant("Llama4TextRMSNorm", MoshiRMSNorm, _ROUNDED_FIRST)
+Llama4TextRMSNorm = reworded("Llama4TextRMSNorm", MoshiRMSNorm, _ROUNDED_FIRST)
 # zero-centred: the scale is 1 + weight, a sum in float32, and in the second one in the dtype of the weight
-GemmaRMSNorm = variant("GemmaRMSNorm", MoshiRMSNorm, {"self.weight.float()": "(1.0 + self.weight.float())"})
-MuseSparkRMSNorm = variant("MuseSparkRMSNorm", MoshiRMSNorm, {"self.weight.float()": "(1.0 + self.weight).float()"})
+GemmaRMSNorm = reworded("GemmaRMSNorm", MoshiRMSNorm, {"self.weight.float()": "(1.0 + self.weight.float())"})
+MuseSparkRMSNorm = reworded("MuseSparkRMSNorm", MoshiRMSNorm, {"self.weight.float()": "(1.0 + self.weight).float()"})
 
 
 class Qwen4ExpTextRMSNorm(MoshiRMSNorm):
@@ -196,9 +196,9 @@ _IN_GROUPS = {
     hidden_states = hidden_states_group.view(*prefix_dims, group_count * self.group_size)
     return """,
 }
-KimiLinearRMSNormGated = variant("KimiLinearRMSNormGated", Qwen3NextRMSNormGated, _GATED_AND_ROUNDED_ONCE)
-MambaRMSNormGated = variant("MambaRMSNormGated", LlamaRMSNorm, _GATE_FIRST)
-Zamba2RMSNormGated = variant("Zamba2RMSNormGated", MambaRMSNormGated, _IN_GROUPS)
+KimiLinearRMSNormGated = reworded("KimiLinearRMSNormGated", Qwen3NextRMSNormGated, _GATED_AND_ROUNDED_ONCE)
+MambaRMSNormGated = reworded("MambaRMSNormGated", LlamaRMSNorm, _GATE_FIRST)
+Zamba2RMSNormGated = reworded("Zamba2RMSNormGated", MambaRMSNormGated, _IN_GROUPS)
 
 
 def refuse_eps(module: Any) -> str | None:

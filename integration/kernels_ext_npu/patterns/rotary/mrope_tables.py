@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.modeling_rope_utils import dynamic_rope_update
 
+from kernels_ext_npu.patterns.reworded import reworded
 from kernels_ext_npu.patterns.rotary.rope_tables import BY_TYPE, IN_FLOAT32, SINGLE, UNTRAINED, table
-from kernels_ext_npu.patterns.variant import variant
 
 
 class Qwen2_5_VLRotaryEmbedding(nn.Module):
@@ -40,8 +40,8 @@ class Qwen2_5_VLRotaryEmbedding(nn.Module):
 
 _QWEN = Qwen2_5_VLRotaryEmbedding
 _BY_SECTIONS = {"expand(3,": "expand(len(self.mrope_section),", "dtype=x.dtype": "x.dtype"}  # a dimension for each
-_ERNIE = variant("Ernie4_5_VLMoeTextRotaryEmbedding", _QWEN, IN_FLOAT32)
-_HUNYUAN = variant("HunYuanVLRotaryEmbedding", _QWEN, _BY_SECTIONS)
+_ERNIE = reworded("Ernie4_5_VLMoeTextRotaryEmbedding", _QWEN, IN_FLOAT32)
+_HUNYUAN = reworded("HunYuanVLRotaryEmbedding", _QWEN, _BY_SECTIONS)
 _HUNYUAN.mrope_section = (3, 3, 3, 3)
 
 
@@ -72,7 +72,7 @@ _ROWS = {  # and columns
     "dtype=x.dtype": "x.dtype",
 }
 _COMPASS = CohereCompassRotaryEmbedding
-_NEO_MME = variant("NeoMMERotaryEmbedding", _COMPASS, _ROWS)
+_NEO_MME = reworded("NeoMMERotaryEmbedding", _COMPASS, _ROWS)
 
 
 class Qwen2VLVisionRotaryEmbedding(nn.Module):
@@ -95,8 +95,8 @@ class Qwen2VLVisionRotaryEmbedding(nn.Module):
 _PATCHES = Qwen2VLVisionRotaryEmbedding
 _CAST = {"cos, sin": "cos.to(x.dtype), sin.to(x.dtype)"}
 _CAST_BY_NAME = {"cos, sin": "cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)"}
-_PIXTRAL = variant("PixtralVisionRotaryEmbedding", _PATCHES, _CAST)
-_MUSE_SPARK = variant("MuseSparkVisionRotaryEmbedding", _PATCHES, _CAST_BY_NAME)
+_PIXTRAL = reworded("PixtralVisionRotaryEmbedding", _PATCHES, _CAST)
+_MUSE_SPARK = reworded("MuseSparkVisionRotaryEmbedding", _PATCHES, _CAST_BY_NAME)
 
 
 def _refuse(table: Any) -> str | None:

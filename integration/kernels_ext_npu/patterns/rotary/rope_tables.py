@@ -7,7 +7,7 @@ from torch import nn
 from transformers.modeling_rope_utils import dynamic_rope_update
 
 from kernels_ext_npu.patterns.pattern import Limits, Pattern, require
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.patterns.reworded import reworded
 
 
 class LlamaRotaryEmbedding(nn.Module):
@@ -76,20 +76,20 @@ _LEARNED = {
     freqs = position_ids[..., None].float() * scaled_inv_freq"""
 }
 _LLAMA = LlamaRotaryEmbedding
-_TRAINED = variant("TrainedRotaryEmbedding", _LLAMA, _LEARNED)  # since transformers 5.24
-_NOT_TRAINED = variant("MistralLarge4TextRotaryEmbedding", _TRAINED, {"@dyn": "@torch.no_grad()\n@dyn"})
-_GEMMA = variant("Gemma3RotaryEmbedding", _LLAMA, _BY_TYPE)
-_DEEPSEEK_V4 = variant("DeepseekV4RotaryEmbedding", _GEMMA, _ONCE_BY_TYPE)
+_TRAINED = reworded("TrainedRotaryEmbedding", _LLAMA, _LEARNED)  # since transformers 5.24
+_NOT_TRAINED = reworded("MistralLarge4TextRotaryEmbedding", _TRAINED, {"@dyn": "@torch.no_grad()\n@dyn"})
+_GEMMA = reworded("Gemma3RotaryEmbedding", _LLAMA, _BY_TYPE)
+_DEEPSEEK_V4 = reworded("DeepseekV4RotaryEmbedding", _GEMMA, _ONCE_BY_TYPE)
 
 PATTERNS = (
     table(_LLAMA, ("RotaryEmbedding",), SINGLE),
-    table(variant("OlmoRotaryEmbedding", _LLAMA, IN_FLOAT32), ("RotaryEmbeddingFloat32",), SINGLE),
-    table(variant("CohereRotaryEmbedding", _LLAMA, _NEIGHBOURS), ("RotaryEmbeddingInterleaved",), SINGLE),
-    table(variant("GptOssRotaryEmbedding", _LLAMA, _ONCE), ("RotaryEmbeddingHalfWidth",), SINGLE),
+    table(reworded("OlmoRotaryEmbedding", _LLAMA, IN_FLOAT32), ("RotaryEmbeddingFloat32",), SINGLE),
+    table(reworded("CohereRotaryEmbedding", _LLAMA, _NEIGHBOURS), ("RotaryEmbeddingInterleaved",), SINGLE),
+    table(reworded("GptOssRotaryEmbedding", _LLAMA, _ONCE), ("RotaryEmbeddingHalfWidth",), SINGLE),
     Pattern(_TRAINED, ("RotaryEmbeddingTrained",), _single_type()),
     Pattern(_NOT_TRAINED, ("RotaryEmbeddingLearned",), _single_type()),
     table(_GEMMA, ("RotaryEmbeddingByType",), BY_TYPE),
-    table(variant("Olmo3RotaryEmbedding", _GEMMA, IN_FLOAT32), ("RotaryEmbeddingByTypeFloat32",), BY_TYPE),
+    table(reworded("Olmo3RotaryEmbedding", _GEMMA, IN_FLOAT32), ("RotaryEmbeddingByTypeFloat32",), BY_TYPE),
     table(_DEEPSEEK_V4, ("RotaryEmbeddingHalfWidthByType",), BY_TYPE),
-    table(variant("EsmRotaryEmbedding", _GEMMA, _ANY_TYPE), ("RotaryEmbeddingOfAnyType",), SINGLE),
+    table(reworded("EsmRotaryEmbedding", _GEMMA, _ANY_TYPE), ("RotaryEmbeddingOfAnyType",), SINGLE),
 )

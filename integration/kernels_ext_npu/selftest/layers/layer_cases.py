@@ -21,7 +21,7 @@ from kernels_ext_npu.catalogue import LAYERS, NORMS, ROUTERS
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
 from kernels_ext_npu.patterns.linear_attention.forget_gates import KimiLinearForgetGate
 from kernels_ext_npu.patterns.linear_attention.gated_recurrence import RecurrentGemmaRglru
-from kernels_ext_npu.patterns.mlps import mlp_variants
+from kernels_ext_npu.patterns.mlps import other_mlps
 from kernels_ext_npu.patterns.moe import moe_blocks_v4
 from kernels_ext_npu.patterns.norms import hyper_connections, rms_norms
 from kernels_ext_npu.patterns.norms.layer_norms import BertSelfOutput, CohereLayerNorm, DebertaLayerNorm, OlmoLayerNorm
@@ -131,9 +131,9 @@ MODULES: dict[str, list[Callable[[], Made]]] = {
     "LayerNorm": [partial(_seeded, DebertaLayerNorm, 32)],
     "LayerNormFloat32": [partial(_seeded, CohereLayerNorm, 32), partial(_seeded, OlmoLayerNorm, 32)],
     **{layer: [partial(_seeded, _reference(layer), 32, 64, name)] for name, mlps in MLPS.items() for layer in mlps},
-    "DropoutMLP": [partial(_seeded, mlp_variants.T5DenseGatedActDense, 32, 64, "gelu_new")],
+    "DropoutMLP": [partial(_seeded, other_mlps.T5DenseGatedActDense, 32, 64, "gelu_new")],
     # a norm of small values loses digits to its eps, in either forward
-    "NormedMLP": [partial(_seeded, mlp_variants.BitNetMLP, 32, 64, "silu", scale=4.0)],
+    "NormedMLP": [partial(_seeded, other_mlps.BitNetMLP, 32, 64, "silu", scale=4.0)],
     "FastGELU": [partial(_seeded, FastGELUActivation)],
     "NewGELU": [partial(_seeded, NewGELUActivation)],
     "QuickGELU": [partial(_seeded, QuickGELUActivation)],

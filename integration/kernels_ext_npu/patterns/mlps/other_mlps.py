@@ -14,7 +14,7 @@ from kernels_ext_npu.patterns.mlps.gated_mlps import (
     refuse_gated,
 )
 from kernels_ext_npu.patterns.pattern import Pattern, misread, patterns_for, require
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.patterns.reworded import reworded
 
 
 class T5GemmaMLP(MLP):
@@ -33,7 +33,7 @@ class LongT5DenseGatedActDense(MLP):
         return self.wo(hidden_states)
 
 
-T5DenseGatedActDense = variant(  # its last projection may stay in float32
+T5DenseGatedActDense = reworded(  # its last projection may stay in float32
     "T5DenseGatedActDense",
     LongT5DenseGatedActDense,
     {
@@ -83,7 +83,7 @@ class DeepseekV4MLP(MLP):
 
 # clamps what its activation gives: no operator does that, and it is served where the limit is none
 _CLAMPED_LATE = {"self.gate_proj(x)": "self.act_fn(self.gate_proj(x))", "self.act_fn(gate)": "gate"}
-Step3p7MLP = variant("Step3p7MLP", DeepseekV4MLP, _CLAMPED_LATE)
+Step3p7MLP = reworded("Step3p7MLP", DeepseekV4MLP, _CLAMPED_LATE)
 
 
 class Glm5NextMLP(MLP):

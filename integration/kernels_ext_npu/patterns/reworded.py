@@ -9,7 +9,7 @@ import textwrap
 from typing import Any
 
 
-def variant(name: str, base: Any, changes: dict[str, str], method: str = "forward") -> Any:
+def reworded(name: str, base: Any, changes: dict[str, str], method: str = "forward") -> Any:
     """Return a function in other words, or a class that inherits all but a method, which is in other words.
 
     It belongs to the file of the other one. Its source is where inspect, tracebacks and torch.compile look for one.

@@ -1,4 +1,4 @@
-"""What a user hands in: a module, and where it computes, also while its weights are elsewhere or not there yet."""
+"""The device that a module computes on, also while its weights are offloaded or not loaded yet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_is_module(function: str, model: object) -> None:
 
 @contextmanager
 def assume_npu_if_meta(model: nn.Module) -> Iterator[bool]:
-    """Say whether a model has no weights yet; if so, its modules count as on the NPU, where they are to be loaded.
+    """Yield whether a model has no weights yet; if so, its modules count as on the NPU, where they will be loaded.
 
     Its parameters are all on meta then, and accelerate has none of them elsewhere. Its buffers need not be on meta:
     accelerate's ``init_empty_weights`` leaves them on the CPU.
@@ -43,7 +43,7 @@ def awaits_weights() -> bool:
 
 
 def compute_device(module: nn.Module) -> str | None:
-    """Return where a module computes, None if it has no tensors.
+    """Return the type of device that a module computes on, such as "npu"; None if it has no tensors.
 
     accelerate moves what is offloaded when it is called.
     """

@@ -41,10 +41,7 @@ _NO_HOLDERS = (nn.Module, type, FunctionType, MethodType, functools.partial)  # 
 
 
 def own_forward(module: nn.Module) -> FunctionType | None:
-    """Return the function that computes in the end when a module is called; None where wrappers do not show it.
-
-    It is the forward of its class, or that of a kernel.
-    """
+    """Return the innermost forward of a module, below its wrappers: its class's or a kernel's; None if it is hidden."""
     bound = vars(module).get("forward")
     if bound is None or _is_own(bound, module):  # as all slots would say
         functions = {type(module).forward if bound is None else bound.__func__}
@@ -55,7 +52,7 @@ def own_forward(module: nn.Module) -> FunctionType | None:
 
 
 def put(module: nn.Module, function: Callable) -> bool:
-    """Let a function compute what the forward of a module computed, below all that was put over it.
+    """Put a function in the place of a module's innermost forward, below its wrappers.
 
     Returns:
         Whether it could be put there; if not, nothing has changed.
@@ -69,7 +66,7 @@ def put(module: nn.Module, function: Callable) -> bool:
 
 
 def take_out(module: nn.Module) -> None:
-    """Put what computes without a kernel wherever a module holds the forward of one, or another forward of ours."""
+    """Put back the forward without a kernel, wherever a module holds a kernel's or another one of ours."""
     if wrapper(module) is None:
         vars(module).pop("forward", None)
         return
@@ -80,10 +77,7 @@ def take_out(module: nn.Module) -> None:
 
 
 def wrapper(module: nn.Module) -> str | None:
-    """Return the name of what was put over a module's forward by somebody other than `kernels`.
-
-    It is None where nothing was.
-    """
+    """Return the name of the wrapper that another library put over a module's forward; None if there is none."""
     forward = vars(module).get("forward")
     if forward is None or _is_own(forward, module):
         return None
@@ -91,7 +85,7 @@ def wrapper(module: nn.Module) -> str | None:
 
 
 def refuse_wrapper(module: nn.Module) -> str | None:
-    """Return why a kernel cannot go below what was put over a module's forward; None if it can, or nothing was."""
+    """Return why a kernel cannot go below the wrapper of a module's forward; None if it can, or there is none."""
     name = None if forward_owner(module) is not None else wrapper(module)
     if name is None or own_forward(module) is not None:
         return None
@@ -100,16 +94,13 @@ def refuse_wrapper(module: nn.Module) -> str | None:
 
 
 def kernel_forward(module: nn.Module) -> FunctionType | None:
-    """Return the function of a loaded kernel that a module's forward is, or would be without wrappers.
-
-    It is None where the forward is another one.
-    """
+    """Return a module's innermost forward if it is that of a loaded kernel; None if it is another one."""
     function = own_forward(module) if "forward" in vars(module) else None
     return function if kernel_name(function) is not None else None
 
 
 def foreign_forward(module: nn.Module) -> str | None:
-    """Return the name of a forward that another library gave a module, or its class, in place of its own."""
+    """Return the qualified name of a forward that another library installed on a module or its class; None of ours."""
     bound = vars(module).get("forward")
     forward = own_forward(module) or (bound.__func__ if isinstance(bound, MethodType) else type(module).forward)
     if not isinstance(forward, FunctionType) or hasattr(forward, OWNER) or kernel_name(forward) is not None:
@@ -118,7 +109,7 @@ def foreign_forward(module: nn.Module) -> str | None:
 
 
 def foreign_name(function: FunctionType, *modules: str) -> str | None:
-    """Return the full name of a function from another library than all these modules; None if it is from one."""
+    """Return the qualified name of a function that is from another library than all these modules; None if not."""
     libraries = {module.partition(".")[0] for module in modules}
     if function.__module__.partition(".")[0] in libraries:
         return None
@@ -126,7 +117,7 @@ def foreign_name(function: FunctionType, *modules: str) -> str | None:
 
 
 def decorates_own(module: nn.Module) -> bool:
-    """Tell whether the forward of an instance names that of its class as what it wraps, as accelerate's in autocast."""
+    """Tell whether ``__wrapped__`` of an instance's forward is that of its class, as under accelerate's autocast."""
     bound, own = vars(module).get("forward"), type(module).forward
     return bound is not None and inspect.unwrap(bound, stop=lambda function: function is own) is own
 
@@ -194,7 +185,7 @@ def _is_own(value: Any, module: nn.Module) -> bool:
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[Callable, Callable[[Callable], None]]]:
-    """Find the forwards of a module below its wrappers, each with what puts another function there.
+    """Yield each innermost forward below a module's wrappers, with a function that replaces it there.
 
     Without a wrapper that is the module's own. A copy of a model shares the wrappers of the original, which call the
     original: nothing is found for the copy.
@@ -220,7 +211,7 @@ def _bind(module: nn.Module, function: Callable) -> None:
 
 
 def _held_by(value: Any, module: nn.Module) -> Iterator[tuple[Any, Callable[[MethodType], None]]]:
-    """Give what a wrapper may call, each with what puts another one there."""
+    """Yield what a wrapper may call, each with a function that replaces it there."""
     function = value.func if isinstance(value, functools.partial) else getattr(value, "__func__", value)
     for cell in getattr(function, "__closure__", None) or ():
         if cell != _EMPTY:
@@ -237,7 +228,7 @@ def _held_by(value: Any, module: nn.Module) -> Iterator[tuple[Any, Callable[[Met
 
 
 def _below_wrappers(module: nn.Module) -> Callable:
-    """Return what computes below the wrappers of a module's forward without a kernel.
+    """Return what a module's innermost forward is without a kernel.
 
     A wrapper holds what the class of the module had then, whatever it is given later.
     """

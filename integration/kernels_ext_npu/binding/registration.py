@@ -1,4 +1,4 @@
-"""The registration of this process: what register() was told, and what belongs to it until unregister()."""
+"""The registration of this process: the arguments of register(), and the state that lives until unregister()."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Registration:
-    """What register() was told, and what was changed and found since."""
+    """Holds the arguments of register(), and what was changed and found since."""
 
     source: str | Path  # where the kernels come from
-    strict: bool  # whether a model must not keep what a kernel might serve
+    strict: bool  # whether a model raises that keeps what a kernel might serve
     kernels: frozenset[str]  # the repositories that register() was to use
-    # what swaps the kernels into a model that waited for its first call; None if models do not wait
+    # swaps kernels into a model at its first call; None unless register(everywhere=True) was called
     on_first_call: Callable[[nn.Module], None] | None = None
     over_packages: bool = False  # whether kernels go before packages that transformers lets compute its functions
-    patches: Patches = field(default_factory=Patches)  # changes to transformers, `kernels` and what belongs to models
+    patches: Patches = field(default_factory=Patches)  # our changes to transformers, `kernels` and models
     # the module that `kernels` made of each function
     functions: dict[FunctionType, nn.Module] = field(default_factory=dict)
     function_layers: dict[nn.Module, str] = field(default_factory=dict)  # which layer serves each of these, if one does

@@ -1,4 +1,4 @@
-"""Which classes and functions compute what: their fingerprints against those of the patterns."""
+"""Find the pattern of a class or a function, by fingerprint, and say why an instance is not served."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kernels_ext_npu.matching.fingerprint import bytecode_names, compared_method
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.patterns.pattern import Pattern
 
-_found: dict[object, Pattern | None] = {}  # by class and forward, since other libraries replace these; by function
+_found: dict[object, Pattern | None] = {}  # by (class, its forward), since libraries replace forwards; or by function
 
 
 def find_pattern(what: object) -> Pattern | None:
     """Find the pattern that computes what a class computes, or a function, or the module that `kernels` made of one.
 
-    It is None if there is none, and for anything else.
+    It is None if no pattern matches.
     """
     key: Any = (what, getattr(what, "forward", None)) if isinstance(what, type) else original_function(what)
     if key is None:

@@ -1,4 +1,4 @@
-"""Patterns that differ from another one in a few words."""
+"""Patterns whose source is that of another one with a few words replaced."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 
 def reworded(name: str, base: Any, changes: dict[str, str], method: str = "forward") -> Any:
-    """Return a function in other words, or a class that inherits all but a method, which is in other words.
+    """Return a copy of a function, or a subclass with a copy of a method, whose source has some words replaced.
 
-    It belongs to the file of the other one. Its source is where inspect, tracebacks and torch.compile look for one.
+    It belongs to the module of the original. inspect, tracebacks and torch.compile find its source.
 
     Example:
         >>> blt = variant("blt", llama, {"rotate_half": "rotate_neighbours"})
 
     Args:
-        name: what it is called, as nothing else of the file.
-        of: the function or class that is changed.
-        changes: what takes the place of which words, wherever they stand.
-        method: the method of a class that is changed.
+        name: the name of the result, which has to be new in the file.
+        base: the function or class that is copied.
+        changes: old words -> new words, replaced wherever they stand.
+        method: the method of a class that is copied.
 
     Raises:
         ValueError: the words are not in the source, or the name is taken.

@@ -1,4 +1,4 @@
-"""What a release of CANN serves less of a kernel that is in place: a reason, which names the one that serves all."""
+"""Limits of a swapped kernel on this machine's release of CANN: a reason, which names the release without them."""
 
 from __future__ import annotations
 

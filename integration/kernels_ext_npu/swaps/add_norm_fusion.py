@@ -1,12 +1,12 @@
-"""Sums that a layer norms next, in one launch with the norm, where one token is decoded.
+"""Fused add and norm in decoding: a residual sum and the norm behind it in one launch.
 
-A step of decoding costs the host its launches: two thirds of those that only add belong to a norm behind them. The
-forward of such layers is written anew (matching/residual_norm_scan.py), and computes where a layer of a swapped model
-decodes one token a sequence without gradients; everywhere else that of its class does.
+A decoding step costs the host its launches, and two thirds of those that only add are followed by a norm. The forward
+of such layers is rewritten (matching/residual_norm_scan.py). The rewritten one runs where a layer decodes one token a
+sequence without gradients; otherwise that of its class does.
 
-Each layer also norms its own result for the layer behind it, while the forward of a model runs that hands that on and
-does nothing else with it (matching/layer_loop_scan.py). What was normed is kept beside that forward, never with a
-tensor, and where a hook or a wrapper sees what goes from layer to layer nothing is normed ahead.
+Each layer also norms its own result for the next layer, where the model's forward only passes it on
+(matching/layer_loop_scan.py). The normed tensor is kept with the running forward of the model, never on a tensor, and
+where a hook or a wrapper sees what goes from layer to layer nothing is normed ahead.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.swaps.protocol import Swapping
 
 REPOSITORY = "RMSNorm"
-# the layers of the kernel that one launch gives together with a sum
+# the layers that the operator can fuse with a sum
 _LAYERS = ("RMSNorm", "RMSNormCastLast")
 _OWNER, _LOOP_OWNER = "add_norm_fusion", "layer_loop"
 
 
 @dataclass(eq=False)
 class _Loop:
-    """Holds what goes from layer to layer in one call of the forward of a model."""
+    """Holds the state of one call of a model's forward, as layer follows on layer."""
 
     behind: dict[nn.Module, nn.Module]  # each layer but the last one -> the one behind it
-    running: nn.Module | None = None  # the layer whose forward runs: one that runs inside of it is not of this loop
-    normed: tuple[nn.Module, Tensor, Tensor] | None = None  # a norm, what it takes next, and what it gives of that
+    running: nn.Module | None = None  # the layer whose forward runs; layers inside it do not count
+    normed: tuple[nn.Module, Tensor, Tensor] | None = None  # the norm computed ahead, its input, its output
 
 
 class _Running(threading.local):
-    """Holds what runs in this thread."""
+    """Holds the loop that runs in this thread."""
 
     loop: _Loop | None = None  # the innermost
 
@@ -54,7 +54,7 @@ _running = _Running()
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
-    """Let the layers of a swapped model add and norm in one launch."""
+    """Bind fused forwards to the layers of a swapped model, and to the models that loop over them."""
     if REPOSITORY not in swapping.registration.kernels:
         return
     for cls, modules in swapping.by_class.items():
@@ -86,7 +86,7 @@ def remark(model: nn.Module) -> str | None:
 
 
 def hand_on(layer: nn.Module, x: Tensor) -> None:
-    """Let what was normed for a layer be for the one behind it: the layer is not computed."""
+    """Pass what was normed for a layer on to the next one, for a layer that inspection skips."""
     loop = _running.loop
     if loop is not None and loop.normed is not None and loop.normed[1] is x:
         norm = _norm_behind(layer, loop)
@@ -94,7 +94,7 @@ def hand_on(layer: nn.Module, x: Tensor) -> None:
 
 
 def _norm_package(module: nn.Module, sums: Sums) -> ModuleType | None:
-    """Return the package that computes the norms of a layer; None where none of ours can add before."""
+    """Return the kernel package of a layer's norms; None if none of them is one that can be fused."""
     for name in sums.norms:
         norm = module._modules.get(name)
         if norm is not None and bound_layer(norm) in _LAYERS:
@@ -104,7 +104,7 @@ def _norm_package(module: nn.Module, sums: Sums) -> ModuleType | None:
 
 @functools.cache
 def _fused_forward(original: FunctionType, sums: Sums, kernel: ModuleType) -> FunctionType:
-    """Return the forward of layers that choose, call by call, where their class has another one."""
+    """Return a forward that fuses in decoding, and otherwise calls that of the class."""
 
     def add_norm(layer: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of a sum, and the sum."""
@@ -144,7 +144,7 @@ def _fused_forward(original: FunctionType, sums: Sums, kernel: ModuleType) -> Fu
 
 @functools.cache
 def _forward_with(original: FunctionType, found: LayerLoop) -> FunctionType:
-    """Return the forward of models in whose loop layers norm for the next one, where their class has another one."""
+    """Return a forward of a model that lets each layer norm for the next one while it runs."""
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +164,7 @@ def _forward_with(original: FunctionType, found: LayerLoop) -> FunctionType:
 
 
 def _decodes_one_token(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Tell whether a layer, of the class that it had, is given ``[B, 1, H]``."""
+    """Tell whether a layer, whose class is unchanged, decodes one token: its input is ``[B, 1, H]``."""
     given = args[0] if args else kwargs.get("hidden_states")
     return (
         isinstance(given, Tensor)
@@ -176,7 +176,7 @@ def _decodes_one_token(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) ->
 
 
 def _normed(layer: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
-    """Return the norm with which a layer begins: what the layer before has made, where this is its result."""
+    """Compute the first norm of a layer, or return what the layer before has computed of the same input."""
     loop = _loop_around(layer)
     if loop is not None:
         ahead, loop.normed = loop.normed, None
@@ -186,13 +186,13 @@ def _normed(layer: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def _loop_around(layer: nn.Module) -> _Loop | None:
-    """Return the loop that has called a layer; None where something else did, such as a hook of another layer."""
+    """Return the loop that called a layer; None if other code did, such as a hook of another layer."""
     loop = _running.loop
     return loop if loop is not None and loop.running is layer else None
 
 
 def _norm_behind(layer: nn.Module, loop: _Loop) -> nn.Module | None:
-    """Return the norm with which the layer behind one begins; None where something else may come first."""
+    """Return the first norm of the next layer; None if other code may run before it."""
     behind = loop.behind.get(layer)
     if behind is None or not (_is_called_alone(layer) and _is_called_alone(behind)):
         return None
@@ -201,7 +201,7 @@ def _norm_behind(layer: nn.Module, loop: _Loop) -> nn.Module | None:
 
 
 def _is_called_alone(layer: nn.Module) -> bool:
-    """Tell whether a call of a layer is its forward and nothing else, neither before nor behind it.
+    """Tell whether a call of a layer runs its forward alone: no hooks, no wrapper, no replaced ``__call__``.
 
     Inspection counts one layer of a kind, with a hook, and lets the others hand on what they are given, by a partial.
     """

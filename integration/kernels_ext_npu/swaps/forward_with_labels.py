@@ -12,7 +12,7 @@ _FRAMES = 16  # at most so many calls lie between the forward of the model with 
 
 
 def forward_with_labels(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost forward of a model that was given labels, of those that are running; None where none was.
+    """Return the frame of the innermost running forward of a model that was given labels; None if there is none.
 
     It is read from the variables of the running forwards: no hook or wrapper sees all calls. peft calls
     ``self.model.forward(...)``, accelerate and FSDP exchange forwards and classes, and a model inside another may be

@@ -1,4 +1,4 @@
-"""What goes into a model: each kind of kernel has one way in, one way out, and rows for the report."""
+"""The protocol of swaps: how one kind of kernel gets into a model, out of it, and into the report."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Swapping:
-    """One act of swapping kernels into a model."""
+    """The context of one swap of kernels into a model."""
 
     registration: Registration  # what register() was told
     mode: Mode  # whether the model is trained or infers, as `kernels` knows it
-    bind_layers: Callable[[Mode], None]  # lets `kernels` take what is marked, from transformers' table
-    by_class: dict[type[nn.Module], list[nn.Module]]  # the modules of the model: what a class computes is asked once
+    bind_layers: Callable[[Mode], None]  # lets `kernels` bind layers to marked classes, by transformers' mapping
+    by_class: dict[type[nn.Module], list[nn.Module]]  # the model's modules by class
 
     @functools.cached_property
     def modules(self) -> list[nn.Module]:

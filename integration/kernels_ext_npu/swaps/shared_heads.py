@@ -1,8 +1,8 @@
-"""Queries and keys that several heads of values share, handed to a gated delta rule as they are.
+"""Grouped heads of gated delta rules: queries and keys are not repeated for the value heads that share them.
 
-Up to transformers 5.22 layers repeat them before they call it, so that no kernel knows that heads are equal. Where the
-rule is ours these lines are left out (matching/repeated_heads_scan.py), and heads share their chunks and products. As
-functions are swapped for a whole process, each call asks whether they are still ours.
+Up to transformers 5.22 layers repeat them before they call the rule. Where our kernel computes the rule these lines are
+left out (matching/repeated_heads_scan.py), since it supports grouped heads. Functions are swapped for the whole
+process, so each call checks that the kernel is still in place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OWNER = "shared_heads"
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
-    """Let the layers of a swapped model repeat no heads for a rule that shares them."""
+    """Skip repeating queries and keys in layers of a model where the kernel supports grouped heads."""
     if REPOSITORY not in swapping.registration.kernels:
         return
     for cls, modules in swapping.by_class.items():
@@ -37,14 +37,14 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
 
 
 def _shares(callee: CalledFunction) -> bool:
-    """Tell whether a function is a rule that a layer of ours computes with shared heads."""
+    """Tell whether a function is a delta rule that a layer of ours computes with grouped heads."""
     pattern = find_pattern(callee.function)
     return pattern is not None and pattern.layers[0] in _SHARING
 
 
 @functools.cache
 def _sharing_forward(cls: type[nn.Module], original: FunctionType) -> FunctionType | None:
-    """Return the forward of layers that choose, call by call; None for a class that repeats nothing for these rules."""
+    """Return a forward that skips the repeats while the kernel is in place; None for a class that repeats nothing."""
     rules = [callee for callee in called_functions(cls) if _shares(callee)]
     shared = without_repeats(original, frozenset(rule.name for rule in rules)) if rules else None
     if shared is None:

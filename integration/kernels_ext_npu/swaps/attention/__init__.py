@@ -1,4 +1,4 @@
-"""Attention: the implementation ``npu_flash_attention``, and what ``sdpa`` means on the NPU while it is registered."""
+"""Attention: the implementation ``npu_flash_attention``, which also computes ``sdpa`` on the NPU while registered."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from kernels_ext_npu.swaps.protocol import Row, Swapping
 from kernels_ext_npu.transformers_internals import sdpa_drops_biases
 
 LEARNED_BIAS = "it adds a learned bias to scores, which transformers' sdpa drops on NPUs"
-# accelerate 1.15.0: what refuses windows for torch's context parallelism, and takes masks away from attention
+# accelerate 1.15.0: for torch's context parallelism it installs hooks that refuse windows and remove masks
 _DROPS_MASKS = "_attach_context_parallel_hooks"
-# of classes, with what says what is called in place of one
+# methods of model classes that are replaced, each with what makes the replacement for a class that needs one
 _METHODS = {"expand_kv": mla_absorb.replacement_for, "forward": indexers.replacement_for}
 
 
 def install(registration: Registration) -> None:
-    """Enter ours into transformers' tables, and into the place of its own, unless somebody has replaced that."""
+    """Register the kernel in transformers' tables, also as ``sdpa``, unless somebody has replaced that entry."""
     if not NPU_FLASH_ATTENTION.is_registered():
         return
     patches, is_registered = registration.patches, NPU_FLASH_ATTENTION.is_registered
@@ -57,7 +57,7 @@ def install(registration: Registration) -> None:
         patches.item(table, name, calls.npu_flash_attention)
         patches.item(mask_table, name, calls.npu_flash_attention_mask)
     if table["sdpa"] is sdpa_attention_forward and mask_table["sdpa"] is sdpa_mask:
-        before = ALL_ATTENTION_FUNCTIONS["sdpa"]  # which may lie over the table, and calls transformers' own
+        before = ALL_ATTENTION_FUNCTIONS["sdpa"]  # a local entry of it may hide that of the table
         ours = functools.partial(calls.kernel_or_sdpa, sdpa_attention_forward)
         patches.item(table, "sdpa", functools.update_wrapper(ours, sdpa_attention_forward))
         patches.item(mask_table, "sdpa", calls.mask_for_kernel(sdpa_mask, before))
@@ -79,7 +79,7 @@ def install(registration: Registration) -> None:
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
-    """Let the kernel, which is loaded now, compute the attention of a model, but of parts that were restored."""
+    """Let the kernel compute the attention of a model, but not of parts that restore() was called for."""
     for module in swapping.modules:
         if eligibility.KERNEL_DISABLED in vars(module) and module not in registration.restored:
             delattr(module, eligibility.KERNEL_DISABLED)
@@ -96,7 +96,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
 
 
 def revert(model: nn.Module) -> None:
-    """Let a model compute its attention without the kernel, and name what it named before."""
+    """Let a model compute its attention without the kernel, and its config name what it named before."""
     attn_implementation.take_out(model)
     for module in model.modules():
         if eligibility.calls_by_name(module) or indexers.is_indexer(module):
@@ -124,7 +124,7 @@ def rows(model: nn.Module) -> Iterator[Row]:
 
 
 def _make(original: Any, self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-    """Make a model, whose files may ask by then, with a kernel that is loaded, if that takes no network."""
+    """Construct a model, with its modeling file patched and, unless that needs the network, with the kernel loaded."""
     assert registration.current is not None
     flash_attention_requested.patch_files({cls.__module__ for cls in type(self).__mro__}, registration.current.patches)
     original(self, *args, **kwargs)
@@ -151,7 +151,7 @@ def _refusal(module: nn.Module) -> str | None:
 
 
 def _remark(model: nn.Module, path: str) -> str | None:
-    """Return why the kernel computes it in torch, with all scores in memory, or unlike what stands for it otherwise."""
+    """Return why the kernel computes it in torch, with all scores in memory, or how it differs from sdpa."""
     module = model.get_submodule(path)
     if is_elsewhere(module):
         return f"in torch, since it is on {compute_device(module)}"

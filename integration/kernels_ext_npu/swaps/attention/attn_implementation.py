@@ -42,7 +42,7 @@ def answer_import(original: Callable, implementation: str | None, *args: Any, **
 
 
 def take_out(model: nn.Module) -> None:
-    """Let the configs of a model that name ours name what they did before, or what transformers gives by itself."""
+    """Put back what the configs of a model named before ours, or else transformers' default."""
     for inner in reversed([module for module in model.modules() if isinstance(module, PreTrainedModel)]):
         NPU_FLASH_ATTENTION.take_out(inner.config, inner.get_correct_attn_implementation(None))
     for module in model.modules():
@@ -64,7 +64,7 @@ def check_and_adjust(
         found = original(self, requested, *args, **kwargs)
         if found != eligibility.EAGER:
             return found
-        # a model inside another one is asked for what was found for that
+        # the outer model passes what it has found to the models inside it
         kept = (eligibility.BY_DEFAULT, eligibility.RESTORED[eligibility.EAGER])
         by_default = requested is None or any(requested is each for each in kept)
         return eligibility.BY_DEFAULT if by_default else eligibility.ASKED
@@ -124,10 +124,10 @@ def _tree(config: Any) -> Iterator[PreTrainedConfig]:
 
 
 def _enter_into_tables(cls: type, default: str) -> None:
-    """Let the files of models that choose classes by implementation choose for ours what they do for their default.
+    """Add our names to dictionaries of attention classes in a modeling file, with the class of their default.
 
     For example, ``SAM_VISION_ATTENTION_CLASSES[config._attn_implementation]`` in transformers' modeling_sam.py; such
-    classes call nothing by name.
+    classes do not look up ``ALL_ATTENTION_FUNCTIONS``.
     """
     assert registration.current is not None
     for name, table in vars(sys.modules[cls.__module__]).items():

@@ -24,7 +24,7 @@ _NOT_SPLIT = ("initial_state", "output_final_state", "cu_seqlens", "cu_seq_lens_
 
 
 def serves(function: nn.Module) -> bool:
-    """Tell whether a function gets whole sequences by `compute`, or is for single tokens behind a state."""
+    """Tell whether `compute` can give a function whole sequences, or it decodes single tokens from a state."""
     return bound_layer(function) in (*_WAYS, "CausalConv1dUpdate", "FusedRecurrentGatedDeltaRule", "FusedRecurrentKDA")
 
 

@@ -18,7 +18,7 @@ class Fault:
 
     Attributes:
         repository: the repository.
-        file: the file in it.
+        file: the name of the file in it, in whatever folder.
         what: what becomes too large.
         before: a text that is in the file.
         after: what takes its place.
@@ -35,16 +35,19 @@ class Fault:
         """What it is called on a line."""
         return f"{self.repository}/{self.file}: {self.what}"
 
+    def paths(self, root: Path) -> list[Path]:
+        """Return where the file is in a tree: in the source, and in what is built of it."""
+        folders = (f"{self.repository}/build/{VARIANT}", f"{self.repository}/torch-ext")
+        return [path for folder in folders for path in root.glob(f"{folder}/**/{self.file}")]
+
     def plant(self, root: Path) -> None:
         """Write it into the copy of a tree, into the source and what is built of it where that is there.
 
         Raises:
-            ValueError: the file does not have the line any more.
+            ValueError: there is no such file any more, or it does not have the line.
         """
-        (package,) = {path.parent.name for path in root.glob(f"{self.repository}/torch-ext/*/{self.file}")} or {""}
-        paths = [root / self.repository / "build" / VARIANT / self.file]
-        if package:
-            paths.append(root / self.repository / "torch-ext" / package / self.file)
+        if not (paths := self.paths(root)):
+            raise ValueError(f"{self.name}: there is no such file")
         for path in paths:
             source = path.read_text("utf-8")
             if self.before not in source:
@@ -239,8 +242,8 @@ FAULTS = (
     ),
     _more("Linear", "adapters.py", "what an adapter adds", "torch.mm(left, right))\n", "total.add_({}"),
     _more("Linear", "adapted.py", "the gradient of its first factor", "scaled_product(d_small.t(), ", "d_a = {}"),
-    _more("Linear", "mixed.py", "a product that casts nothing large", "torch.sum(parts, 1, ", "return {}"),
-    _more("Linear", "mixed.py", "a gradient that casts nothing large", "torch.sum(parts, 0, ", "return {}"),
+    _more("Linear", "split_bf16.py", "a product that casts nothing large", "torch.sum(parts, 1, ", "return {}"),
+    _more("Linear", "split_bf16.py", "a gradient that casts nothing large", "torch.sum(parts, 0, ", "return {}"),
     Fault(
         "Linear",
         "masks.py",

@@ -65,7 +65,7 @@ def stale(root: Path) -> dict[Path, bytes]:
         DocumentError: a marker lacks its other half, or nothing generates what it is called.
     """
     wanted = {root / path: generate() for path, generate in FILES.items() if is_due(path)}
-    for path in {path for pattern in _DOCUMENTS for path in root.glob(pattern)} - wanted.keys():
+    for path in {path for glob in _DOCUMENTS for path in root.glob(glob)} - wanted.keys():
         if _MARKER.search(text := path.read_text("utf-8")):
             wanted[path] = rewrite(text, path).encode()
     return {path: wanted[path] for path in sorted(wanted) if not path.is_file() or path.read_bytes() != wanted[path]}

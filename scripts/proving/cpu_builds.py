@@ -45,7 +45,7 @@ def leave_cuda_out(packages: Path) -> None:
         ProvingError: the compiler for aarch64 and its tools are not there, or fail.
     """
     libraries = packages / "torch" / "lib"
-    gone = [path for pattern in CUDA_LIBRARIES for path in libraries.glob(pattern)]
+    gone = [path for glob in CUDA_LIBRARIES for path in libraries.glob(glob)]
     if not gone:
         return
     theirs = {name: kind for path in gone for *_, kind, name in _lines("nm", "-D", "--defined-only", path)}

@@ -55,7 +55,7 @@ _NAMES = {
     catalogue.COMPRESSORS: re.compile("Compressor$"),
     catalogue.FORGET_GATES: re.compile("ForgetGate$"),
 }
-_GATE_NAMES = re.compile("Gate$|Gating$")  # of routers, if they choose some
+_ROUTING_NAMES = re.compile("Gate$|Gating$")  # of routers, if they choose some
 _ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: counted is what takes several
 _ACTIVATIONS = re.compile(r"act|silu|gelu|swish")
 _METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
@@ -111,7 +111,7 @@ def classify_module(module: nn.Module) -> Kind | None:
     name = type(module).__name__
     if "norm" in name.lower() and not any(module.children()):
         return catalogue.NORMS
-    if _GATE_NAMES.search(name) and hasattr(module, "top_k"):
+    if _ROUTING_NAMES.search(name) and hasattr(module, "top_k"):
         return catalogue.ROUTERS
     return catalogue.MLPS if has_gated_projections(module) else None
 

@@ -86,7 +86,7 @@ class Cost(TorchDispatchMode):
         CANN's ops-transformer, ``SplitCore`` of lightning_indexer_kernel, and moe_v3_gather_out.
         """
         if name == "npu_lightning_indexer" and kwargs.get("layout_key") == "TND":
-            ends, key_ends = (self.numbers(kwargs[f"actual_seq_lengths_{of}"]) for of in ("query", "key"))
+            ends, key_ends = (self.numbers(kwargs[f"actual_seq_lengths_{side}"]) for side in ("query", "key"))
             if ends is None or key_ends is None:
                 return 0
             queries, keys = ([end - begin for begin, end in zip([0, *each], each)] for each in (ends, key_ends))

@@ -61,7 +61,7 @@ def refused() -> set[str]:
 
 
 def _alone() -> dict[str, OperatorCall]:
-    return {f"{of} | {call.title} | {name(call.dtype)}": call for of, calls in _ALONE.items() for call in calls}
+    return {f"{group} | {call.title} | {name(call.dtype)}": call for group, calls in _ALONE.items() for call in calls}
 
 
 def name(dtype: torch.dtype) -> str:

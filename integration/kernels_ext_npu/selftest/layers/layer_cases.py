@@ -183,9 +183,9 @@ def _module_results(
     original, arguments = module.to(dtype), comparing.rounded(arguments, dtype)
     device = copy.deepcopy(original).to("npu")
     if packed:
-        packing = sys.modules[layer.__module__.rpartition(".")[0]].packing
-        gate, up, _ = packing.projections(device)
-        if (reason := packing.pack(gate, up)) is not None:
+        layout = sys.modules[layer.__module__.rpartition(".")[0]].packing
+        gate, up, _ = layout.projections(device)
+        if (reason := layout.pack(gate, up)) is not None:
             raise AssertionError(f"gate and up are not packed: {reason}")
     device.forward = MethodType(layer.forward, device)
     truth = copy.deepcopy(original).double()

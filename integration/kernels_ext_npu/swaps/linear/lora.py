@@ -229,8 +229,8 @@ def _current_layer(module: Any, is_sharded: bool = False) -> _Layer | str:
     for name in module.active_adapters:
         if name not in modules["lora_A"]._modules:
             continue
-        if (variant := members["lora_variant"].get(name)) is not None:
-            return f"its adapter {name} is of another kind: {type(variant).__name__}"
+        if (other := members["lora_variant"].get(name)) is not None:
+            return f"its adapter {name} is of another kind: {type(other).__name__}"
         factors = [modules[side]._modules[name] for side in ("lora_A", "lora_B")]
         if (reason := next(filter(None, (why_not_plain(factor, is_sharded) for factor in factors)), None)) is not None:
             return f"of its adapter {name}: {reason}"

@@ -119,7 +119,7 @@ MECHANISMS = (
         "layers with one input computed together",
         ("swaps/linear/linear_groups.py", "swaps/linear/shared_input_scan.py"),
         acts=ADAPTED,
-        off=((f"{_SWAPS}.linear.lora:_layers_of_several", _nothing),),
+        off=((f"{_SWAPS}.linear.lora:_current_layers", _nothing),),
     ),
     Mechanism(
         "the same for q, k and v alone",

@@ -26,7 +26,7 @@ from kernels_ext_npu.reporting.report import report
 from kernels_ext_npu.transformers_internals import cache_in, cache_parameter
 
 SEQUENCES = 32  # in decoding
-STEP, HEAD = "step", "CrossEntropy"  # of whole models
+STEP, HEAD = "step", "CrossEntropy"  # names of calls that are about whole models
 REPOSITORIES = LAYERS | {IMPLEMENTATION: "FlashAttention"}  # by what a report calls a kernel
 
 

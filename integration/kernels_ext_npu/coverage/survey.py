@@ -1,4 +1,4 @@
-"""What of the installed transformers has a kernel, by the kinds of the catalogue, for which model types.
+"""Survey which classes and functions of transformers have a kernel, by kinds of the catalogue and model types.
 
 transformers has a folder for the model types of a family, and says itself which: qwen3_vl, qwen3_vl_text and
 qwen3_vl_vision are in models/qwen3_vl. What is in the files of a folder belongs to all of its types. A model type whose
@@ -133,7 +133,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Row:
-    """What is in a folder of transformers."""
+    """The survey of one folder of transformers."""
 
     folder: Folder  # the folder and its model types
     entries: tuple[Entry, ...]  # what is of a kind that is counted

@@ -23,7 +23,7 @@ TOKENS = ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_emb
 TOKEN_INPUTS = ("mm_token_type_ids", "token_type_ids")
 # Steps in a row that no graph serves, since each has other shapes: windows that become full make two kinds of steps.
 MOST_SHAPES = 4
-LOGITS = "logits"  # of an output: `generate` copies them at once
+LOGITS = "logits"  # the field of an output that `generate` copies at once
 
 
 class CaptureError(RuntimeError):

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 COUNT = "cumulative_length_int"
 _NESTED = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)
 _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, type(None))
-# of a module: its tensors and children, which are looked at by themselves
+# attributes of a module with its tensors and children, which are walked separately
 _MODULE_MEMBERS = {"_parameters", "_buffers", "_modules"}
 
 

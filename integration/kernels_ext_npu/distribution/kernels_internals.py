@@ -1,4 +1,4 @@
-"""What is reached of `kernels` beside its public names: here alone, and what is lost where a release has it no more.
+"""The private names of `kernels` that are used, and what does not work without each: no other file uses any.
 
 A name that was moved is found wherever `kernels` holds it now. Nothing asks for a version.
 """

@@ -23,7 +23,7 @@ from kernels_ext_npu.machine.processes import ended_at_an_interrupt
 DISK, TORCH, HUB = 30.0, 60.0, 15.0
 AUTOLOAD, USE, REPOSITORIES = 60.0, 120.0, 30.0
 TRANSFORMERS = 30.0
-HUB_TIMEOUT = 5.0  # of one request
+HUB_TIMEOUT = 5.0  # seconds for one request
 
 
 CHECKS: dict[str, Callable[[Observations], Finding | list[Finding]]] = {

@@ -36,7 +36,7 @@ from kernels_ext_npu.inspection.subject import (
 from kernels_ext_npu.measuring.roofline import Soc
 from kernels_ext_npu.reporting.report import Report
 
-_FIRST = ("forward", GROWING)  # of the phases: what it does not call is remarked
+_FIRST = ("forward", GROWING)  # in this phase modules that are not called are remarked
 ORIGINAL, ALL = "original", "with kernels"
 PHASES = {"forward": "forward, no gradients", "step": "training step: forward and backward"}
 WHOLE = {  # a whole step of training, in its order
@@ -63,7 +63,7 @@ class KernelSet:
 
 @dataclass
 class Inspection:
-    """What an inspection found out about a model."""
+    """The result of inspecting a model."""
 
     subject: Subject  # what was inspected
     inputs: str  # what the model was given, in words
@@ -124,7 +124,7 @@ def inspect(
     values, remarks = KnownValues(), list(subject.remarks)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of models, about inputs that mean nothing
+        warnings.simplefilter("ignore")  # models warn about inputs that mean nothing
         advance("building the model")
         with fake:
             model = _build(subject, dtype, values, soc)
@@ -213,7 +213,7 @@ def _count(model: PreTrainedModel, count: Callable[[], Counts], what: str, remar
     """Count one phase; what cannot be counted is remarked and gives None, and the rest goes on."""
     try:
         return count()
-    except Exception as error:  # of a model's own code, with inputs that it was not made for
+    except Exception as error:  # raised by a model's own code, for inputs that it was not made for
         why = f"ended in {type(error).__name__}: {first_line(error)}"
         if isinstance(error, UnknownValueError):
             why = (

@@ -26,7 +26,7 @@ from kernels_ext_npu.inspection.inspecting import ALL, ORIGINAL, UPDATE, Inspect
 
 _SHOWN = 9  # operators
 BEFORE, AFTER = "#b0b7c3", "#c7000b"
-_WORTH_SAYING = 1.05  # of a factor
+_WORTH_SAYING = 1.05  # the least factor that is told
 _LONG, _LONGEST = 26, 50  # letters of an operator that is written on two lines, and of a model's name or path
 _SMALL, _MEDIUM, _LARGE = 13, 15, 21
 NOTE = "counted on fake tensors, not measured on hardware · kernels-ext-npu inspect"

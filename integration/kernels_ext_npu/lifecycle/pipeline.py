@@ -1,4 +1,4 @@
-"""The one sequence by which kernels get into a model: mark, let `kernels` take what is marked, finish.
+"""The one sequence by which kernels get into a model: mark classes, let `kernels` bind their layers, apply the rest.
 
 `from_pretrained(use_kernels=True)`, `kernelize(model)` and the first call of a model that waited all go through it.
 """
@@ -32,7 +32,7 @@ def run(model: nn.Module, mode: kernels.Mode | None, bind_layers: Callable[[kern
         model: one that computes on the NPU, or has no weights yet (see assume_npu_if_meta), or is to take what
             other devices have.
         mode: by default training or inference, as the model is.
-        bind_layers: lets `kernels` take what is marked, from transformers' table.
+        bind_layers: lets `kernels` bind layers to marked classes, by transformers' mapping.
 
     Raises:
         RuntimeError: register(strict=True) was called, and the model keeps what a kernel might serve.
@@ -77,7 +77,7 @@ def swap_in_at_first_call(model: nn.Module) -> None:
 
 
 def bind_layers_on_npu(model: nn.Module, mode: kernels.Mode) -> None:
-    """Let `kernels` take what is marked, for the NPU, from transformers' table as it is now."""
+    """Let `kernels` bind layers to marked classes for the NPU, by transformers' mapping as it is now."""
     register_kernel_mapping_transformers()
     kernels.kernelize(model, mode=mode, device="npu", use_fallback=kernels.KernelizeFallback.ALL)
 

@@ -1,4 +1,4 @@
-"""What ``use_kernels=True`` does while kernels are registered."""
+"""Let ``use_kernels=True`` and ``set_use_kernels`` swap our kernels while they are registered."""
 
 from __future__ import annotations
 

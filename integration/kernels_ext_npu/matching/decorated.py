@@ -1,4 +1,4 @@
-"""What stands under the modules that `kernels` makes of functions."""
+"""Find the function inside a module that `kernels` made of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward or a function computes, as a text that is equal where the syntax trees are.
+"""Fingerprints: a text of a forward or a function that is equal where the normalised syntax trees are.
 
 Compared is the function together with the methods of its class and the functions of its file that it calls, without
 docstrings, annotations, the names of local variables and of helpers, and a name for what could be returned at once.
@@ -30,13 +30,13 @@ _NOT_COMPARED = {"recomposition_frequencies", "_gaussian_topk", "apply_group_sco
 
 
 def fingerprint(what: object, with_gradients: bool = True) -> str | None:
-    """Return a text that is equal for classes whose forwards, and for functions that do the same in the same words.
+    """Return the fingerprint of a class's forward, or of a function: equal where the code is the same.
 
     It is None if the source cannot be read.
 
     Args:
         what: a class, a function, or the module that `kernels` made of one.
-        with_gradients: whether those under ``torch.no_grad`` differ from others.
+        with_gradients: whether a decorator ``torch.no_grad`` counts.
     """
     if not isinstance(what, type):
         original = original_function(what)
@@ -50,7 +50,7 @@ def fingerprint(what: object, with_gradients: bool = True) -> str | None:
 def computes_as(what: object, *others: object, with_gradients: bool = True) -> bool:
     """Tell whether the forward of a class, or a function, does what that of one of the others does.
 
-    What ``with_gradients`` means is said of `fingerprint`.
+    ``with_gradients`` is that of `fingerprint`.
 
     Example: an expert in a list may be of any class whose forward is ``LlamaMLP``'s.
     """

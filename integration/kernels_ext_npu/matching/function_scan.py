@@ -1,4 +1,4 @@
-"""Which functions that kernels may serve the methods of a class call."""
+"""Find the functions that the methods of a class call and that kernels may serve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_MODELS = re.compile(r"(torch|torch_npu|kernels|transformers(?!\.models))(\.
 
 
 class CalledFunction(NamedTuple):
-    """A function under the name by which a modeling file calls it, and what it is counted among."""
+    """A function that a modeling file calls: the file, the name there, and the kind."""
 
     file: str
     name: str
@@ -26,7 +26,7 @@ class CalledFunction(NamedTuple):
 
     @property
     def function(self) -> Any:
-        """What stands in the file under the name: the function, or the module that `kernels` made of it; no class."""
+        """The function, or the module that `kernels` made of it; None if a class has the name by now."""
         found = vars(sys.modules[self.file]).get(self.name)
         return None if isinstance(found, type) else found
 

@@ -53,7 +53,11 @@ _FIRST_HEAD_MASK, _WHOLE = "attention_mask[:, 0, :, :]", "attention_mask"
 
 
 def indexer_rewriter(cls: type) -> Callable[[Callable], FunctionType] | None:
-    """Return what makes the forward of an indexer, of ``choose(q, k, weights, mask, count, scale)``; None of others."""
+    """Return a function that rewrites an indexer's forward to call a given ``choose(q, k, weights, mask, count,
+    scale)``.
+
+    It is None for a class that is no such indexer.
+    """
     return _indexer_rewriter(_written(cls))
 
 

@@ -27,7 +27,7 @@ class LayerLoop:
     """Describes the loop of a forward over its layers."""
 
     layers: str  # the attribute of the list
-    parameters: tuple[str, ...]  # of the forward, behind the module itself
+    parameters: tuple[str, ...]  # the parameters of the forward, without self
     absent: frozenset[str]  # those of them that are None where layer follows on layer
 
     def follows(self, args: tuple, kwargs: dict[str, object]) -> bool:

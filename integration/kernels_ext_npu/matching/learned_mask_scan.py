@@ -22,7 +22,7 @@ _TORCH = re.compile(r"(torch|nn|F)\b")
 _HAVING_VALUES = re.compile("(add|sub|mul|where|masked_fill)_?")  # methods whose arguments' values are in the result
 _WITHOUT_VALUES = re.compile("new_.*|.*_like|finfo|size")
 _VIEWS = {"T", "mT", "data"}
-_DEPTH = 3  # of functions that call functions
+_DEPTH = 3  # how deep called functions are followed
 
 Sources = frozenset[str]  # attributes of a module that a value is made of
 _NOTHING: Sources = frozenset()
@@ -54,7 +54,7 @@ def _sources_of_masks(cls: type[nn.Module]) -> tuple[Sources, Sources]:
 
 
 class _Flow:
-    """Follows attributes of a module through a function, line by line: what a branch gives is given."""
+    """Follows attributes of a module through a function, line by line; both ways of a branch count."""
 
     def __init__(self, cls: type, function: FunctionType, given: Mapping[str, Sources], depth: int) -> None:
         self._cls, self._globals, self._depth = cls, function.__globals__, depth

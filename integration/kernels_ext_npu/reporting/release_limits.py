@@ -18,7 +18,7 @@ from kernels_ext_npu.swaps.protocol import Row
 _GATED = ("SigmoidTopKRouter", "GroupedSoftmaxTopKRouter", "BiasedSoftmaxTopKRouter", "CorrectedSoftmaxTopKRouter")
 _DEEPSEEK_V3 = {"num_experts": 256, "num_group": 8, "topk_group": 4, "norm_topk_prob": True}
 _MOST_CHOICES = 32
-_LOCAL_FLOATS = 192 * 1024 // 4  # of a vector core: RoPE's one_token.py has the source
+_LOCAL_FLOATS = 192 * 1024 // 4  # memory of a vector core; RoPE's one_token.py has the source
 
 
 def reason(row: Row, model: nn.Module, release: Release | None = None) -> Reason | None:
@@ -87,5 +87,5 @@ def _heads(module: nn.Module, model: nn.Module) -> tuple[int, int]:
     try:  # one whose layers differ has no number for all of them
         heads = config.num_attention_heads
         return heads, getattr(config, "head_dim", None) or config.hidden_size // heads
-    except Exception:  # of a type that is transformers' own, or a name that it has not
+    except Exception:  # transformers raises classes of its own, or AttributeError
         return 0, 0

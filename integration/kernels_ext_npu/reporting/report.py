@@ -1,4 +1,4 @@
-"""What was swapped in a model, and what was not, and why. Read from the model as it is, not from what was planned."""
+"""The report: what is swapped in a model, what is not, and why, read from the model as it is now."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class OperatorCall:
     title: str  # the operator, and what it is given
     compute: Callable[[], Pair]  # calls it, and gives both sides of the comparison
     since: Release = OLDEST  # the first release that takes it, as its sources say; NEVER for none
-    dtype: torch.dtype = DTYPE  # of what is compared
+    dtype: torch.dtype = DTYPE  # the dtype of the compared results
     unwritten_since: Release = NEVER  # the first release that takes it, and leaves what is compared unwritten
 
     @property

@@ -1,4 +1,4 @@
-"""Which model was called with labels: found among the forwards that are running."""
+"""Find the model that was called with labels, among the forwards that are running."""
 
 from __future__ import annotations
 

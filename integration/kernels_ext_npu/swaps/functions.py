@@ -40,9 +40,10 @@ SHARED = (
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
-    """Let `kernels` take what serves the functions that a model calls on the NPU, and nothing for the others.
+    """Let `kernels` bind layers to the functions that a model calls on the NPU.
 
-    What serves the models on the NPU is taken again where `kernels` has looked at a model on another device since.
+    Functions that other models call on the NPU are bound again, since kernelizing a model on another device unbinds
+    them.
     """
     active = swapping.registration
     taken: dict[nn.Module, str] = {}
@@ -81,7 +82,7 @@ def rows(model: nn.Module) -> Iterator[Row]:
         for callee in called_functions(type(module)):
             pattern = find_pattern(callee.function)
             reason = refusal(module, callee, pattern)
-            # not where another one was chosen, nor for other scans
+            # not where a package computes it, nor for unknown functions that do not rotate
             is_meant = callee.kind is ROTARY if pattern is None else _is_ours(callee)
             yield Row(
                 path=f"{path}.{callee.name}".lstrip("."),
@@ -118,14 +119,14 @@ def refusal(module: nn.Module, callee: CalledFunction, pattern: Pattern | None) 
 
 
 def _is_ours(callee: CalledFunction) -> bool:
-    """Tell whether a function is for the kernel: no installed package computes it, or the kernel goes before that."""
+    """Tell whether the kernel may compute a function: no package does, or register(over_packages=True) was called."""
     if package_function(callee.function) is None:
         return True
     return registration.current is not None and registration.current.over_packages
 
 
 def _function_module(active: Registration, callee: CalledFunction) -> nn.Module:
-    """Return what `kernels` has made of a function, or makes of it, as transformers has it do."""
+    """Return the module that `kernels` made of a function, or let it make one, and put that into the modeling file."""
     from kernels import use_kernel_forward_from_hub
 
     original: Any = original_function(callee.function)

@@ -36,7 +36,7 @@ from kernels_ext_npu.swaps.experts.implementation import other_than_ours
 from kernels_ext_npu.swaps.linear import lora
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
-# of which no kernel is expected to serve all
+# kinds of which no kernel is expected to serve all modules
 _PARTLY_SERVED = (catalogue.TABLES, catalogue.LAYER_NORMS, catalogue.PATCHES)
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)

@@ -1,4 +1,4 @@
-"""Implementations of ours that configs name: transformers has tables of them for attention and for experts."""
+"""Our implementations that configs name: transformers looks attention and experts up in tables by name."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class NamedImplementation:
     """An implementation, by the name that it has in transformers' table and in configs."""
 
     name: str
-    repository: str  # of the kernel that it calls
-    attribute: str  # of configs, which transformers reads
+    repository: str  # the kernel that it calls
+    attribute: str  # the attribute of configs that transformers reads
     other_name: str | None = None  # a second name, for libraries that only take names of a certain form
 
     @property

@@ -76,7 +76,7 @@ class Swapping:
 class Swap:
     """One kind of kernel, and how it gets into a model, out of it, and into the report."""
 
-    name: str  # of the kind
+    name: str  # the name of the kind
     apply: Callable[[nn.Module, Swapping], None]  # swaps into a model; what is as it should be is left alone
     # changes transformers when kernels are registered, through `registration.patches`
     install: Callable[[Registration], None] = lambda _: None

@@ -1,4 +1,4 @@
-"""Why no kernel is in a module's place, or in a function's: what several kinds of kernels say, each written once."""
+"""Reasons why no kernel is swapped in, which several kinds of kernels share."""
 
 from __future__ import annotations
 

@@ -15,8 +15,12 @@ from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_gr
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _NO_MESSAGE = ("wait_tensor", "barrier", "monitored_barrier_")
-_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "recv")  # of torch.distributed
-_CLONING = ("all_reduce", "all_reduce_coalesced", "broadcast")  # of the second family: in place, on a copy
+_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "recv")  # functions of torch.distributed
+_CLONING = (
+    "all_reduce",
+    "all_reduce_coalesced",
+    "broadcast",
+)  # functional ones that work in place on a copy
 
 
 def is_collective(operator: torch._ops.OpOverload) -> bool:

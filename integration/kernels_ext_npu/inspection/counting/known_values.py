@@ -232,7 +232,7 @@ def _crossings(name: str, args: tuple, kwargs: dict, result: Any) -> tuple[int, 
         target, source = args[:2] if name == "copy_" else (result, args[0])
         way = source.device.type, target.device.type
         return way == ("npu", "cpu"), way == ("cpu", "npu")
-    if name == "lift_fresh":  # of torch.tensor(), behind the copy
+    if name == "lift_fresh":  # torch.tensor() calls it after its copy
         return 0, args[0].device.type == "npu"
     if name in _MASKED:  # for how many a mask selects
         return args[0].device.type == "npu" and _has_mask(args[1]), False

@@ -40,7 +40,7 @@ class DeepseekV3TopkRouter(Router):
         return router_logits, topk_weights, topk_indices
 
 
-# of Beam, whose scale is applied to what its experts give
+# Beam's router, whose scale is applied to the output of the experts
 _WITHOUT_SCALE = {
     ".type(torch.float32)": ".float()",
     ", sorted=False": "",

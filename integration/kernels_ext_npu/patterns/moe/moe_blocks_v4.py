@@ -164,8 +164,8 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def _refuse(block: Any) -> str | None:
-    """What changes later, and what only the weights show, the kernel sees in every forward, and the report says."""
-    if getattr(block, "ep_rank", 0):  # of DeepSeek-V2
+    """Return why a block is not served. Later changes, and what weights show, the kernel checks in every forward."""
+    if getattr(block, "ep_rank", 0):  # DeepSeek-V2 splits experts itself
         return f"it has the experts of rank {block.ep_rank} only"
     experts = list(block.experts)
     weight = static_getattr(block.gate, "weight")

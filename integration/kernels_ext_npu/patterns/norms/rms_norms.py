@@ -257,7 +257,7 @@ _FORWARDS = [cls.forward for cls in _GATES]
 
 
 def _is_gated_as_named(_: Any) -> bool:
-    """Whether the activations that the forward makes are called, and compute, as they were written."""
+    """Tell whether nobody has replaced the forwards or calls of the activations that the forward creates."""
     return [cls.forward for cls in _GATES] == _FORWARDS and all(cls.__call__ is TORCH_CALL for cls in _GATES)
 
 

@@ -271,7 +271,7 @@ def _fits(mask: Any, query: Tensor, key: Tensor, is_described: bool, paged_cache
     if is_described:
         return mask.fits(query.shape[2], key.shape[2])
     sizes = query.shape[:3]
-    has_keys = paged_cache is not None or mask.shape[-1] == key.shape[2]  # of pages, which are read later
+    has_keys = paged_cache is not None or mask.shape[-1] == key.shape[2]  # paged keys are read later
     return has_keys and mask.dim() == 4 and all(a in (1, b) for a, b in zip(mask.shape[:3], sizes))
 
 

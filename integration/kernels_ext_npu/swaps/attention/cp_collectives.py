@@ -24,7 +24,7 @@ class Split:
     """Says how the devices of a group share a sequence."""
 
     group: dist.ProcessGroup
-    rank: int  # of this device
+    rank: int  # the rank of this device
     ranks: int
     is_balanced: bool  # whether each has two blocks, one from the front and one from the end, in place of one
 

@@ -137,7 +137,7 @@ def takes_mask_description(config: Any) -> bool:
 def foreign_sdpa(config: PreTrainedConfig) -> str | None:
     """Return the name of a function of another library that is registered as ``sdpa``; None if there is none."""
     function: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    function = getattr(function, "func", function)  # of a partial, as ours is
+    function = getattr(function, "func", function)  # ours is a functools.partial
     if config._attn_implementation != "sdpa" or function.__module__.startswith(f"{__package__}."):
         return None
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"

@@ -77,10 +77,10 @@ class Latents:
     module: Any
     nope: Tensor
     rope: Tensor
-    weight: Tensor  # of `kv_b_proj`; a DTensor where a rank has the rows of its heads
+    weight: Tensor  # that of `kv_b_proj`; a DTensor under tensor parallelism, with the rows of this rank's heads
     original: Callable
     has_gradient: bool
-    dtype: torch.dtype  # of keys and values: that of autocast, or of what is cached
+    dtype: torch.dtype  # the dtype of keys and values: that of autocast, or of the cache
 
     @functools.cached_property
     def made(self) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Which modules of experts the kernel serves, and what there is to say about them."""
+"""Tell which experts modules the kernel serves, and what the report remarks of them."""
 
 from __future__ import annotations
 

@@ -39,27 +39,26 @@ PAUSED = Reason("paused", "its adapters are merged or switched off: it is the la
 _LIBRARY = "peft.tuners.lora.layer"
 _MEMBERS = {"merged_adapters", "_disable_adapters", "cast_input_dtype_enabled", "lora_variant", "scaling"}
 _DROPOUT = nn.Dropout.forward if getattr(nn.Dropout.forward, "__globals__", None) is vars(dropouts) else None
-_WRITTEN = "result = result + lora_B(lora_A(dropout(x))) * scaling"  # what the kernel computes, in peft's words
-_TOGETHER = "_kernels_ext_npu_together"  # what the MLPs of SwiGLU call for gate and up, if the forward of a gate has it
+_WRITTEN = "result = result + lora_B(lora_A(dropout(x))) * scaling"  # peft's line for what the kernel computes
+_TOGETHER = "_kernels_ext_npu_together"  # attribute of gate's forward: computes gate and up, called by SwiGLU's MLPs
 
 
 class _Layer(NamedTuple):
-    """What a layer with adapters is computed of."""
+    """The tensors that the output of a layer with adapters is computed from."""
 
-    weight: Tensor  # of the frozen layer
+    weight: Tensor  # that of the frozen layer
     bias: Tensor | None
-    # for each active one ``a``, ``b``, its scale, and with which probability it drops its input, 0 for never; or the
-    # module that does, where that is no plain one
+    # (a, b, scale, probability of dropout) of each active adapter; a dropout that is not plain stands there itself
     adapters: list[tuple[Tensor, Tensor, float, float | nn.Module]]
 
     @property
     def has_one_that_keeps_all(self) -> bool:
-        """Whether it has one adapter, which drops nothing."""
+        """Whether it has exactly one adapter, without dropout."""
         return len(self.adapters) == 1 and self.adapters[0][3] == 0
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
-    """Let the layers with adapters of a model be nodes, and those of one input together."""
+    """Bind forwards to a model's layers with adapters, and let those of one input be computed together."""
     adapted = {module: reason is None for _, module, reason in _find_adapted(model)}
     for module, is_served in adapted.items():
         kernel = registration.package(REPOSITORY) if is_served else None
@@ -106,7 +105,7 @@ def why_apart(*pair: nn.Module) -> str | None:
 
 
 def _find_adapted(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """Find the layers with adapters of a model, each with its path and why its class computes it; None if not."""
+    """Yield the layers with adapters of a model: path, module, and why the kernel does not compute it, or None."""
     library = sys.modules.get(_LIBRARY)
     if library is None:
         return
@@ -133,14 +132,14 @@ def _refusal(module: Any, is_sharded: bool) -> str | None:
 
 @functools.cache
 def _is_written(forward: FunctionType) -> bool:
-    """Tell whether a forward computes adapters in the words that the kernel is for."""
+    """Tell whether a forward of peft computes adapters by the line that the kernel reproduces."""
     tree = function_tree(inspect.unwrap(forward))  # type: ignore[arg-type]
     assignments = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     return any(ast.unparse(node) == _WRITTEN for node in assignments)
 
 
 def _called_together(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the layers of a model that are one node with others, each with the names of all of these."""
+    """Return a remark for each layer that is computed in one node with others: their names."""
     found: dict[nn.Module, str] = {}
     for parent in model.modules():
         pair = gate_up_layout.called(parent)
@@ -196,9 +195,9 @@ def _is_plain_call(x: Tensor) -> bool:
 
 
 def _current_layers(modules: Sequence[nn.Module], is_sharded: bool = False) -> list[_Layer] | None:
-    """Return what several layers are computed of; None where each has to be called.
+    """Return the tensors of several layers that can be computed together; None where each has to be called.
 
-    So it has with dropout: each adapter drops others then, and hardly anything is shared.
+    With dropout each has to be: every adapter drops other elements, and hardly anything is shared.
     """
     if len(modules) < 2 or any(forward_owner(module) != LORA or has_hooks(module) for module in modules):
         return None
@@ -213,7 +212,7 @@ def _given(layers: Sequence[_Layer], kernel: ModuleType) -> list[tuple[Tensor, T
 
 
 def _current_layer(module: Any, is_sharded: bool = False) -> _Layer | str:
-    """Return what a layer is computed of now, or why its class has to compute it."""
+    """Return the tensors that a layer is computed from now, or the reason why its class has to compute it."""
     modules, members = module._modules, vars(module)
     base = modules["base_layer"]
     if (reason := why_not_plain(base, is_sharded)) is not None:
@@ -246,7 +245,7 @@ def _current_layer(module: Any, is_sharded: bool = False) -> _Layer | str:
 
 
 def _dropout(module: nn.Module) -> float | nn.Module:
-    """Return with which probability a dropout drops its input; the module itself where that is no plain one."""
+    """Return the probability of a plain dropout; the module itself if it is not plain."""
     if has_hooks(module) or "forward" in vars(module):
         return module
     if type(module) is nn.Identity:

@@ -1,4 +1,4 @@
-"""What a plain linear layer is: one product with numbers, which nobody watches, so that a kernel may compute it.
+"""Plain linear layers: one product with ordinary tensors and no hooks, so that a kernel may compute it.
 
 Adapters and heads ask it when kernels are swapped in, and again in each call, since a layer is quantised, hooked or
 wrapped at any time.

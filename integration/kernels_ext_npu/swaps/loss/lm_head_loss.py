@@ -40,7 +40,7 @@ _OWNER = "loss"
 _COMPUTED = "its logits were computed when the model was last called with labels"
 _LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
 
-_last_calls: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()  # of heads, with labels
+_last_calls: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()  # by head
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
@@ -80,7 +80,7 @@ def find_heads(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedMod
 
 
 def refusal(path: str, head: nn.Module, model: PreTrainedModel) -> str | None:
-    """Return why the head of a model has to compute its logits; None if it need not."""
+    """Return why the head of a model cannot defer its logits; None if it can."""
     if path.rpartition(".")[2] not in _names(model):
         return "its head is called by another forward than the one that gets labels"
     return refusals.unwanted(head, REPOSITORY) or refusals.elsewhere(head) or why_not_plain(head, is_sharded=True)
@@ -109,7 +109,7 @@ def _forward_with(kernel: ModuleType) -> FunctionType:
 
 
 def _can_defer(head: nn.Module, hidden_states: Tensor) -> bool:
-    """Tell whether the logits of a call can wait: they need a gradient, and the weight is there until backward."""
+    """Tell whether the logits of a call can be deferred: they need a gradient, and nothing transforms the call."""
     if why_not_plain(head) is not None or torch._C._are_functorch_transforms_active():
         return False
     given = [hidden_states, *(tensor for tensor in head._parameters.values() if tensor is not None)]
@@ -122,7 +122,7 @@ def _can_defer(head: nn.Module, hidden_states: Tensor) -> bool:
 
 
 def _deferred(head: Any, hidden_states: Tensor, model: nn.Module, kernel: ModuleType) -> Tensor:
-    """Return the logits of a head that are not computed yet.
+    """Return deferred logits of a head.
 
     FSDP frees the weights behind the forward of a model, and fills the same memory later: they are copied.
     """

@@ -102,12 +102,12 @@ def test_a_step_reads_latents_as_the_cache_holds_them(name: str) -> None:
     The attention of the model itself, in bfloat16 on the CPU, rounds as often, and expands them.
     """
     model, ours = made(name, kv_lora_rank=512, qk_rope_head_dim=64)
-    of_models = (model.double(), ours.bfloat16(), copy.deepcopy(model).bfloat16())
-    for each in of_models:
+    model_outputs = (model.double(), ours.bfloat16(), copy.deepcopy(model).bfloat16())
+    for each in model_outputs:
         each.load_state_dict({key: weight.bfloat16() for key, weight in model.state_dict().items()})
     x = torch.randn(2, 600, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
     found = []
-    for each in of_models:
+    for each in model_outputs:
         tokens, places = x.to(each.device, each.dtype), torch.arange(600, device=each.device).unsqueeze(0)
         tables, cache = each.model.rotary_emb(tokens, places), DynamicCache(config=each.config)
         with torch.no_grad():

@@ -155,6 +155,7 @@ MECHANISMS = (
     Mechanism(
         "the head without logits",
         (
+            "swaps/forward_with_labels.py",
             "swaps/loss/lm_head_loss.py",
             "swaps/loss/deferred_logits.py",
             "swaps/loss/gradients.py",

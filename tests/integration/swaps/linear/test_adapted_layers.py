@@ -121,7 +121,7 @@ def drawing_alike(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("of", [Attention, Interrupted, Reseeded])
+@pytest.mark.parametrize("base", [Attention, Interrupted, Reseeded])
 def test_dropout_draws_what_peft_draws(base: type[Attention], dtype: torch.dtype) -> None:
     """The same numbers from the same generator: an element more or less would be a difference of a tenth.
 

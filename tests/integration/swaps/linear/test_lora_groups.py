@@ -138,7 +138,7 @@ class Changing(Attention):
 
 @torch.no_grad()
 def test_an_input_that_is_changed_between_two_calls_is_multiplied_as_it_is() -> None:
-    model, original = pair(of=Changing)
+    model, original = pair(base=Changing)
     torch.testing.assert_close(model(X.npu()).cpu(), original(X.clone()), rtol=1e-4, atol=1e-5)
 
 

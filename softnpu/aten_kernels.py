@@ -43,9 +43,9 @@ def install() -> None:
                 on_host(op, FORMULAS.get(name)) if name in FORMULAS or _runs_on_host(op) else refusal(f"aten::{name}")
             )
             replace_kernel(aten, name, kernel)
-    of_fsdp = torch._ops._OpNamespace("fsdp")  # in torch.ops.fsdp, torch_npu 2.8 puts functions of its own
+    fsdp_operators = torch._ops._OpNamespace("fsdp")  # in torch.ops.fsdp, torch_npu 2.8 puts functions of its own
     for name in _registered("PrivateUse1", "fsdp"):
-        kernel = on_host(getattr(of_fsdp, name).default)
+        kernel = on_host(getattr(fsdp_operators, name).default)
         kernel = _copy_in(kernel) if name == "all_gather_copy_in" else kernel
         replace_kernel(fsdp, name, kernel)
     for name in DIRECT & _registered("AutogradPrivateUse1"):

@@ -16,7 +16,7 @@ from softnpu.dynamo_exclusion import untraced
 from softnpu.float32_arithmetic import IN_FLOAT32, in_float32
 from softnpu.host_call import CROSS_DEVICE, HostCall, mixed_devices
 from softnpu.int64_indices import INDEX, with_int64_indices
-from softnpu.list_arithmetic import LISTS, of_lists
+from softnpu.list_arithmetic import LISTS, run_on_lists
 from softnpu.number_arithmetic import ARITHMETIC, with_numbers
 from softnpu.out_of_reach import UNWRITTEN
 from softnpu.randomness import default_generator, host_generator
@@ -52,7 +52,7 @@ def on_host(op: torch._ops.OpOverload, run_host: Callable[..., Any] | None = Non
     name = op._schema.name.partition("::")[2]
     contiguous = name not in STRIDED
     run_host = in_float32(op, run_host) if name in IN_FLOAT32 else run_host
-    run_host = of_lists(op, run_host) if name in LISTS else run_host
+    run_host = run_on_lists(op, run_host) if name in LISTS else run_host
     run_host = with_numbers(op, run_host) if name in ARITHMETIC else run_host
     run_host = with_int64_indices(op, run_host) if name in INDEX else run_host
     arguments = list(enumerate(op._schema.arguments))

@@ -17,7 +17,7 @@ TERNARY: dict[str, Callable[..., Tensor]] = {"addcmul": torch.mul, "addcdiv": to
 LISTS = {f"_foreach_{name}{place}" for name in (*IN_FLOAT32, *TERNARY) for place in ("", "_")}
 
 
-def of_lists(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
+def run_on_lists(op: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``run`` in a form that rounds as the device does where all tensors of its lists have one 16-bit dtype."""
     full_name = op._schema.name.partition("::")[2]
     name, in_place = full_name.removeprefix("_foreach_").removesuffix("_"), full_name.endswith("_")

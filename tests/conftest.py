@@ -137,7 +137,7 @@ def _without_accelerators() -> Iterator[None]:
 
 
 @functools.cache
-def _of_tests(folder: str) -> ModuleType:
+def _outside_tests(folder: str) -> ModuleType:
     from kernels import get_local_kernel
 
     (path,) = (each for each in ROOT.glob("*/build.toml") if each.parent.name.lower() == folder.replace("_", ""))
@@ -147,7 +147,7 @@ def _of_tests(folder: str) -> ModuleType:
 @pytest.fixture(scope="module")
 def kernel(request: pytest.FixtureRequest) -> ModuleType:
     """The repository whose tests stand in the folder, as a user gets it: loaded by `kernels`."""
-    return _of_tests(request.path.parent.name)
+    return _outside_tests(request.path.parent.name)
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from documents import DocumentError
 from kernels_ext_npu.catalogue import KINDS, Kind
 from kernels_ext_npu.coverage import tables
 from kernels_ext_npu.coverage.survey import Row, survey
-from kernels_ext_npu.coverage.tables import columns
-from kernels_ext_npu.matching.classification import COUNTED, text_of
+from kernels_ext_npu.coverage.tables import columns, display_name
+from kernels_ext_npu.matching.classification import COUNTED, without_code
 
 # The newest language and vision-language models of those who publish most of them, their mixtures of
 # experts and hybrids, and earlier ones that are still trained everywhere.
@@ -173,13 +173,17 @@ def _all_types(row: Row) -> str:
 
 def _cells(row: Row) -> list[str]:
     """Return a cell for each of the kernels that have a column: what is served of what there is."""
-    return [tables.cell(row.of(kernel)) for kernel in columns(_rows())]
+    return [tables.cell(row.entries_for(kernel)) for kernel in columns(_rows())]
 
 
 def _unsupported(kind: Kind) -> str:
     """Return the table of what is not served of a kind, by the codes of the reasons; nothing where all is."""
     found = [
-        [reason.code, text_of(reason), ", ".join(f"`{name}`" for name in sorted(map(tables.name_of, entries)))]
+        [
+            reason.code,
+            without_code(reason),
+            ", ".join(f"`{name}`" for name in sorted(map(display_name, entries))),
+        ]
         for reason, entries in tables.unsupported_by_reason(_rows(), kind).items()
     ]
     return f"### {kind.name.capitalize()}\n\n{_table(['why', 'reason', 'which'], found, right=0)}" if found else ""

@@ -46,7 +46,7 @@ PARTS: dict[str, Callable[[str], str]] = {
 # path -> content
 FILES: dict[str, Callable[[], bytes]] = {"docs/coverage.md": coverage.page, notebook.PATH: notebook.run}
 
-OF_NEWEST = {"best-known", "coverage", "docs/coverage.md"}
+NEWEST_ONLY = {"best-known", "coverage", "docs/coverage.md"}
 
 _DOCUMENTS = ("*.md", "docs/**/*.md")
 _PART = re.compile(r"^(<!-- ([\w-]+):start\b[^\n]*-->\n)(.*?)^(?=<!-- \2:end -->$)", re.MULTILINE | re.DOTALL)
@@ -55,7 +55,7 @@ _MARKER = re.compile(r"^<!-- [\w-]+:(?:start|end)\b", re.MULTILINE)
 
 def is_due(name: str) -> bool:
     """Tell whether a part or a file is generated with the release of transformers that is installed."""
-    return (name in OF_NEWEST) == (transformers.__version__ == COUNTED)
+    return (name in NEWEST_ONLY) == (transformers.__version__ == COUNTED)
 
 
 def stale(root: Path) -> dict[Path, bytes]:
@@ -65,7 +65,7 @@ def stale(root: Path) -> dict[Path, bytes]:
         DocumentError: a marker lacks its other half, or nothing generates what it is called.
     """
     wanted = {root / path: generate() for path, generate in FILES.items() if is_due(path)}
-    for path in {path for pattern in _DOCUMENTS for path in root.glob(pattern)} - wanted.keys():
+    for path in {path for glob in _DOCUMENTS for path in root.glob(glob)} - wanted.keys():
         if _MARKER.search(text := path.read_text("utf-8")):
             wanted[path] = rewrite(text, path).encode()
     return {path: wanted[path] for path in sorted(wanted) if not path.is_file() or path.read_bytes() != wanted[path]}

@@ -88,7 +88,7 @@ def _nothing(_: Any) -> Callable[..., None]:
     return lambda *args, **kwargs: None
 
 
-def _none_of(_: Any) -> Callable[..., Iterator]:
+def _find_nothing(_: Any) -> Callable[..., Iterator]:
     return lambda *args, **kwargs: iter(())
 
 
@@ -117,19 +117,19 @@ MECHANISMS = (
         "layers with one input computed together",
         ("swaps/linear/linear_groups.py", "swaps/linear/shared_input_scan.py"),
         acts=ADAPTED,
-        off=((f"{_SWAPS}.linear.lora:_layers_of_several", _nothing),),
+        off=((f"{_SWAPS}.linear.lora:_current_layers", _nothing),),
     ),
     Mechanism(
         "the same for q, k and v alone",
         (),
         acts=ADAPTED,
-        off=((f"{_SWAPS}.linear.linear_groups:groups_of", _none_of),),
+        off=((f"{_SWAPS}.linear.linear_groups:shared_input_groups", _find_nothing),),
     ),
     Mechanism(
         "layers with adapters",
         ("swaps/linear/lora.py",),
         acts=ADAPTED,
-        off=((f"{_SWAPS}.linear.lora:_adapted_of", _none_of),),
+        off=((f"{_SWAPS}.linear.lora:_find_adapted", _find_nothing),),
     ),
     Mechanism(
         "heads that share a key not repeated",
@@ -153,6 +153,7 @@ MECHANISMS = (
     Mechanism(
         "the head without logits",
         (
+            "swaps/forward_with_labels.py",
             "swaps/loss/lm_head_loss.py",
             "swaps/loss/deferred_logits.py",
             "swaps/loss/gradients.py",

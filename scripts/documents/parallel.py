@@ -49,7 +49,7 @@ def rank(subject: Subject, mesh: Mesh, tokens: int = 4096) -> Rank:
 
 def _extended(inspection: Inspection, further: int) -> Rank:
     """Add the counts of so many further layers."""
-    before, after = (variant.counts for variant in inspection.variants)
+    before, after = (kernel_set.counts for kernel_set in inspection.kernel_sets)
     whole, layer, weights = {}, {}, inspection.weights
     for phase in _PHASES:
         one, other = before[phase], after[phase]

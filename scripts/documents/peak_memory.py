@@ -28,8 +28,8 @@ def peaks() -> dict[int, tuple[float, float]]:
     found = {}
     for tokens in TOKENS:
         before, after = (
-            variant.counts["step"]
-            for variant in inspect(subject.find(MODEL), SOCS["910b"], tokens=tokens, checkpointing=True).variants
+            kernel_set.counts["step"]
+            for kernel_set in inspect(subject.find(MODEL), SOCS["910b"], tokens=tokens, checkpointing=True).kernel_sets
         )
         assert before is not None
         assert after is not None

@@ -43,7 +43,7 @@ def table(_: str) -> str:
     for model, limit, lora in ROWS:
         found = inspected(model, lora)
         counts = found.ends[1].counts
-        forward, step = (f"{found.of_products(phase, counts[phase]):.2f}" for phase in ("forward", "step"))  # type: ignore[arg-type]
+        forward, step = (f"{found.product_ratio(phase, counts[phase]):.2f}" for phase in ("forward", "step"))  # type: ignore[arg-type]
         name = f"{model}, adapters of rank {lora}" if lora else model
         cells = name, forward, step, limit, f"{1e3 * counts['step'].estimate:,.0f}", f"{counts['step'].peak / 1e9:.1f}"  # type: ignore[union-attr]
         lines.append(f"| {' | '.join(map(str, cells))} |")

@@ -155,7 +155,7 @@ def _counted(name: str, before: Costs) -> Costs:
     torch.set_num_threads(1)
     acts = (FORWARD, "step", TOKEN) if name == LISTS else ACTS
     found: Costs = {"": {act: count(name, act) for act in acts}}
-    for mechanism in _of(name):
+    for mechanism in _mechanisms(name):
         known = before.get(mechanism.name, {})
         found[mechanism.name] = {
             act: known[act] if act in known and before[""].get(act) == found[""][act] else count(name, act, mechanism)
@@ -165,7 +165,7 @@ def _counted(name: str, before: Costs) -> Costs:
     return found
 
 
-def _of(name: str) -> Iterator[Mechanism]:
+def _mechanisms(name: str) -> Iterator[Mechanism]:
     return (mechanism for mechanism in MECHANISMS if name in mechanism.models)
 
 

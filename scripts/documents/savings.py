@@ -31,7 +31,7 @@ def table(language: str) -> str:
     headings = _HEADINGS[language]
     lines = [f"| {' | '.join(headings)} |", f"|---|{'---:|' * (len(headings) - 1)}"]
     for model in MODELS:
-        before, after = (variant.counts for variant in inspected(model, 0).variants)
+        before, after = (kernel_set.counts for kernel_set in inspected(model, 0).kernel_sets)
         for phase, name in _PHASES[language].items():
             token = _token(model, language) if phase == "forward" else ("", "")
             cells = *_cells(before[phase], after[phase]), *token
@@ -59,7 +59,7 @@ def decoded(model: str) -> Inspection:
 
 def _token(model: str, language: str) -> tuple[str, str]:
     """Write the launches and bytes of a step with a static cache, and the graphs that it is."""
-    before, after = (variant.counts[STATIC] for variant in decoded(model).variants)
+    before, after = (kernel_set.counts[STATIC] for kernel_set in decoded(model).kernel_sets)
     assert before is not None
     assert after is not None
     launches = f"{_number(before.launches.total())} → {_number(after.launches.total())}"

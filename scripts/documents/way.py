@@ -45,13 +45,13 @@ WAY = (
         "layers",
         "The package `kernels` picks the variant of a repository that fits the machine, and binds the forward of the "
         "layer that serves a module to it.",
-        ("lifecycle.pipeline:take_for_npu", "distribution.kernels_internals:take"),
+        ("lifecycle.pipeline:bind_layers_on_npu", "distribution.kernels_internals:bind_layers"),
     ),
     Step(
         "functions",
         "Functions that modules call, such as rotary ones and scans, are found in the globals of their forwards, and "
         "compared and swapped alike. One function serves all models of the process.",
-        ("swaps.functions:apply", "matching.function_scan:uses"),
+        ("swaps.functions:apply", "matching.function_scan:called_functions"),
     ),
     Step(
         "shared heads",
@@ -62,7 +62,7 @@ WAY = (
     Step(
         "attention",
         "What a config calls `sdpa` means the kernel on the NPU; the config stays as it is.",
-        ("swaps.attention:apply", "swaps.attention.calls:stand_in"),
+        ("swaps.attention:apply", "swaps.attention.calls:kernel_or_sdpa"),
     ),
     Step(
         "experts",
@@ -91,7 +91,7 @@ WAY = (
         "During decoding, the residual sums behind attention and MLP are fused with the norms that follow.",
         (
             "swaps.add_norm_fusion:apply",
-            "matching.residual_norm_scan:sums_of",
+            "matching.residual_norm_scan:find_sums",
             "matching.layer_loop_scan:layer_loop",
         ),
     ),
@@ -99,7 +99,7 @@ WAY = (
         "call",
         "The model runs: each forward of ours asks a predicate, call by call, whether the operator takes these "
         "tensors, and computes in torch where it does not.",
-        ("swaps.attention.calls:npu_flash_attention_mask", "binding.step_aside:stepping"),
+        ("swaps.attention.calls:npu_flash_attention_mask", "binding.step_aside:guarded_forward"),
     ),
     Step(
         "report",

@@ -14,8 +14,8 @@ from pathlib import Path
 from proving import ProvingError
 
 TOOLS = "aarch64-linux-gnu-"
-OF_CUDA = ("libtorch_cuda*.so", "libc10_cuda.so", "libtorch_nvshmem.so", "libcaffe2_nvrtc.so")
-OF_NVIDIA = re.compile(r"(cu|cuda|cudnn|cuFile|cupti|nccl)[A-Z]\w*")
+CUDA_LIBRARIES = ("libtorch_cuda*.so", "libc10_cuda.so", "libtorch_nvshmem.so", "libcaffe2_nvrtc.so")
+NVIDIA_PACKAGES = re.compile(r"(cu|cuda|cudnn|cuFile|cupti|nccl)[A-Z]\w*")
 # what is called while torch is imported, or asks whether there is CUDA
 ANSWERS = {
     # c10::cuda::device_count()
@@ -45,7 +45,7 @@ def leave_cuda_out(packages: Path) -> None:
         ProvingError: the compiler for aarch64 and its tools are not there, or fail.
     """
     libraries = packages / "torch" / "lib"
-    gone = [path for pattern in OF_CUDA for path in libraries.glob(pattern)]
+    gone = [path for glob in CUDA_LIBRARIES for path in libraries.glob(glob)]
     if not gone:
         return
     theirs = {name: kind for path in gone for *_, kind, name in _lines("nm", "-D", "--defined-only", path)}
@@ -72,7 +72,7 @@ def _definition(name: str, kind: str | None) -> str:
     """
     if name in ANSWERS:
         return ANSWERS[name].format(name)
-    if kind == "T" or (kind is None and OF_NVIDIA.fullmatch(name)):
+    if kind == "T" or (kind is None and NVIDIA_PACKAGES.fullmatch(name)):
         return f'void {name}(void) {{ fputs("{name} of CUDA was called\\n", stderr); abort(); }}'
     if kind == "V" and name.startswith("_ZTI"):  # type information: pybind11 compares the names of types
         return f'void *{name}[] = {{nothing, "{name[4:]}"}};'

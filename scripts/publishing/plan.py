@@ -64,7 +64,9 @@ class Plan:
         lines = [f"{path}: missing" for path in (kept.keys() | wanted.keys()) - tree.keys()]
         lines += [f"{path}: not in the plan" for path in tree.keys() - kept.keys() - wanted.keys()]
         lines += [
-            f"{path}: another content" for path in wanted.keys() & tree.keys() if not tree[path].is_of(wanted[path])
+            f"{path}: another content"
+            for path in wanted.keys() & tree.keys()
+            if not tree[path].has_content(wanted[path])
         ]
         others = kept.keys() & tree.keys() - wanted.keys()
         lines += [f"{path}: changed, though it was to be left" for path in others if tree[path] != kept[path]]
@@ -98,8 +100,8 @@ def compare(wanted: Wanted, parent: str, exists: bool, tree: dict[str, Content])
         exists,
         tree,
         added=sorted(files.keys() - tree.keys()),
-        changed=sorted(path for path in files.keys() & tree.keys() if not tree[path].is_of(files[path])),
+        changed=sorted(path for path in files.keys() & tree.keys() if not tree[path].has_content(files[path])),
         removed=sorted(path for path in tree.keys() - files.keys() if not exists or path.startswith(folders)),
-        unchanged=sorted(path for path in files.keys() & tree.keys() if tree[path].is_of(files[path])),
+        unchanged=sorted(path for path in files.keys() & tree.keys() if tree[path].has_content(files[path])),
         left=sorted(path for path in tree.keys() - files.keys() if exists and not path.startswith(folders)),
     )

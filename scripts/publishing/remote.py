@@ -54,7 +54,7 @@ class Content:
     hash: str
     size: int
 
-    def is_of(self, content: bytes) -> bool:
+    def has_content(self, content: bytes) -> bool:
         """Tell whether these bytes are the content."""
         found = git_hash(content) if self.algorithm == "git" else hashlib.sha256(content).hexdigest()
         return found == self.hash

@@ -112,7 +112,7 @@ def _published(repo_id: str, version: int | None, revision: str | None) -> dict[
         return {"failure": f"{type(error).__name__}: {error}"}
     path = Path(str(kernel.__file__)).parent
     problems = _problems(kernel, path)
-    answer: dict[str, Any] = {"variant": path.name, "ran": of(_name(path)) is not None}
+    answer: dict[str, Any] = {"variant": path.name, "ran": selftest_function(_name(path)) is not None}
     answer["refusal"] = refusal(repo_id, version or 0) if version is not None else None
     return answer | ({"failure": "; ".join(problems)} if problems else {})
 
@@ -120,7 +120,7 @@ def _published(repo_id: str, version: int | None, revision: str | None) -> dict[
 def _problems(kernel: ModuleType, path: Path) -> list[str]:
     problems = [f"__all__ names {name}, which is not there" for name in _missing(kernel)]
     problems += _layer_problems(kernel)
-    function = of(_name(path))
+    function = selftest_function(_name(path))
     if function is not None:
         try:
             if wrong := failure(function, kernel):
@@ -166,7 +166,7 @@ def _layer_problems(kernel: ModuleType) -> list[str]:
     return problems
 
 
-def of(name: str) -> Function | None:
+def selftest_function(name: str) -> Function | None:
     """Return what the selftest calls of a kernel of this clone; None for any other kernel."""
     repository = next((repository.name for repository in CATALOGUE if repository.kernel == name), None)
     if repository is None:

@@ -44,7 +44,7 @@ def formula(function: Callable) -> Callable:
     return function
 
 
-def formula_of(name: str) -> Callable:
+def named_formula(name: str) -> Callable:
     """Register the function below as the form of an overload: ``npu_grouped_matmul.List``."""
 
     def register(function: Callable) -> Callable:

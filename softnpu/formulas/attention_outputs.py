@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from softnpu.argument_checks import describe, require
-from softnpu.formulas import FORMULAS, formula, formula_of
+from softnpu.formulas import FORMULAS, formula, named_formula
 from softnpu.formulas import infer_attention_layouts as layouts
 from softnpu.formulas.fusion_attention import npu_fusion_attention_grad_v3, npu_fusion_attention_v3
 from softnpu.formulas.fusion_attention_layouts import to_bnsd
@@ -50,7 +50,7 @@ def _with_outputs(compute: Callable[..., tuple]) -> None:
 
     into.__signature__ = signature  # type: ignore[attr-defined]
     into.__doc__ = f"Compute {name} into the tensors ``out``."
-    formula_of(f"{name}.out")(into)
+    named_formula(f"{name}.out")(into)
 
 
 def _with_workspace(compute: Callable[..., tuple]) -> None:

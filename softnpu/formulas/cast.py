@@ -18,14 +18,14 @@ _NUMBERS = {
 @formula
 def npu_dtype_cast(input: Tensor, dtype: int, input_dtype: int | None = None) -> Tensor:
     """Cast ``input`` to another dtype. Those that torch does not have are refused."""
-    return input.to(dtype_of("npu_dtype_cast", dtype, input_dtype), copy=True)
+    return input.to(as_torch_dtype("npu_dtype_cast", dtype, input_dtype), copy=True)
 
 
 @formula
 def npu_dtype_cast_backward(
     grad: Tensor, dtype: torch.dtype, grad_dtype: int | None = None, input_dtype: int | None = None
 ) -> Tensor:
-    return grad.to(dtype_of("npu_dtype_cast_backward", dtype, grad_dtype, input_dtype), copy=True)
+    return grad.to(as_torch_dtype("npu_dtype_cast_backward", dtype, grad_dtype, input_dtype), copy=True)
 
 
 @formula
@@ -38,7 +38,7 @@ def _npu_dtype_cast_backward(grad: Tensor, dtype: torch.dtype) -> Tensor:
     return grad.to(dtype, copy=True)
 
 
-def dtype_of(operator: str, dtype: int | torch.dtype, *others: int | None) -> torch.dtype:
+def as_torch_dtype(operator: str, dtype: int | torch.dtype, *others: int | None) -> torch.dtype:
     """Return a dtype that torch has, given as itself or as its number; beside it only numbers of the same kind."""
     unknown = [n for n in (dtype, *others) if isinstance(n, int) and n not in _NUMBERS]
     require(not unknown, operator, f"the software device has no dtype number {unknown}")

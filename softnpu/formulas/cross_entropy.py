@@ -86,11 +86,11 @@ def npu_cross_entropy_loss_backward(
     weights = kept if weight is None else weight[index] * kept
     grad = grad_loss.float().expand(n) / (weights.sum() if reduction == "mean" else 1)
     softmax = log_prob.float().exp()
-    of_loss = (grad * (1 - label_smoothing) * weights).unsqueeze(-1)
-    dx = softmax * of_loss - F.one_hot(index, c) * of_loss
+    loss_grad = (grad * (1 - label_smoothing) * weights).unsqueeze(-1)
+    dx = softmax * loss_grad - F.one_hot(index, c) * loss_grad
     if label_smoothing:
-        of_smooth = (grad * label_smoothing / c * kept).unsqueeze(-1) * (1 if weight is None else weight)
-        dx = dx + softmax * of_smooth.expand(n, c).sum(-1, keepdim=True) - of_smooth
+        smooth_grad = (grad * label_smoothing / c * kept).unsqueeze(-1) * (1 if weight is None else weight)
+        dx = dx + softmax * smooth_grad.expand(n, c).sum(-1, keepdim=True) - smooth_grad
     return dx.to(grad_loss.dtype)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from softnpu.argument_checks import FLOATING, require, require_dtypes
-from softnpu.formulas import formula, formula_of
+from softnpu.formulas import formula, named_formula
 from softnpu.randomness import draw, seeded
 
 _ALIGNED = 128
@@ -29,7 +29,7 @@ def _npu_dropout(input: Tensor, p: float) -> tuple[Tensor, Tensor]:
     return _masked(input, mask, p), mask
 
 
-@formula_of("_npu_dropout_gen_mask.Tensor")
+@named_formula("_npu_dropout_gen_mask.Tensor")
 def _npu_dropout_gen_mask(
     input: Tensor,
     size: list[int],

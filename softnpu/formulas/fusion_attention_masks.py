@@ -22,7 +22,7 @@ PREFIX_ROWS = 1024  # what the mask of PREFIX_COMPRESSED has below that
     DEFAULT_MASK, ALL_MASK, LEFT_UP_CAUSAL, RIGHT_DOWN_CAUSAL, BAND, PREFIX, PREFIX_COMPRESSED, RIGHT_DOWN_CAUSAL_BAND,
     BAND_LEFT_UP_CAUSAL,
 ) = range(9)  # fmt: skip
-OF_SEQUENCES = (RIGHT_DOWN_CAUSAL_BAND, BAND_LEFT_UP_CAUSAL)
+BANDS_BY_SEQUENCE = (RIGHT_DOWN_CAUSAL_BAND, BAND_LEFT_UP_CAUSAL)
 MOST_PREFIXES = 32
 
 
@@ -44,7 +44,7 @@ class Masking:
         The mask of packed sequences is that of the longest queries and keys of the launch.
         """
         mode, tnd = self.sparse_mode, self.layout == "TND"
-        allowed = [m for m in range(9) if (m != PREFIX if tnd else m not in OF_SEQUENCES)]
+        allowed = [m for m in range(9) if (m != PREFIX if tnd else m not in BANDS_BY_SEQUENCE)]
         rule = f"sparse_mode must be in {allowed} in the layout {self.layout}, got {mode}"
         require(mode in allowed, self.operator, rule)
         if tnd and self.atten_mask is not None and mode in (DEFAULT_MASK, ALL_MASK):
@@ -89,7 +89,7 @@ class Masking:
             return outside(s_q, s_k, 0, UNBOUNDED, 0)
         if mode == RIGHT_DOWN_CAUSAL or (mode == RIGHT_DOWN_CAUSAL_BAND and not is_band):
             return outside(s_q, s_k, s_k - s_q, UNBOUNDED, 0)
-        if is_band and mode in OF_SEQUENCES:
+        if is_band and mode in BANDS_BY_SEQUENCE:
             rule = f"sparse_mode {mode} needs pre_tockens >= {s_k}, the keys of the sequence with the window"
             require(self.before >= s_k, self.operator, f"{rule}, got {self.before}")
             rule = f"sparse_mode 7 needs next_tockens <= 0, got {self.behind}"

@@ -115,8 +115,8 @@ class Attention:
         """Count the weights of the softmax, which is the size of the dropout mask."""
         if self.lengths:
             return self.head_num * sum(q * k for q, k in self.lengths)
-        of_batch, of_sequence = self.layout.index("B"), self.layout.index("S")
-        return query.shape[of_batch] * self.head_num * query.shape[of_sequence] * key.shape[of_sequence]
+        batch_axis, sequence_axis = self.layout.index("B"), self.layout.index("S")
+        return query.shape[batch_axis] * self.head_num * query.shape[sequence_axis] * key.shape[sequence_axis]
 
     # ---- what is accepted -----------------------------------------------------------------------------------------
     def _enter(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -192,14 +192,14 @@ class Attention:
         """Split the tensors by sequence; the second and third, key and value, follow the keys' lengths."""
         if not self.lengths:
             return [tensors]
-        of_queries, of_keys = zip(*self.lengths)
-        counts = [of_keys if i in (1, 2) else of_queries for i in range(len(tensors))]
+        query_lengths, key_lengths = zip(*self.lengths)
+        counts = [key_lengths if i in (1, 2) else query_lengths for i in range(len(tensors))]
         return list(zip(*(sequences(tensor, count) for tensor, count in zip(tensors, counts)), strict=True))
 
     def _column(self, statistics: Tensor, q: Tensor) -> Tensor:
         """Return one of eight equal values of each row, ``[B, N, S, 1]``."""
-        of_queries = [queries for queries, _ in self.lengths]
-        return columns(self.operator, statistics, self.layout, self.softmax_layout, q, of_queries)
+        query_lengths = [queries for queries, _ in self.lengths]
+        return columns(self.operator, statistics, self.layout, self.softmax_layout, q, query_lengths)
 
     def _longest(self, q: Tensor, k: Tensor) -> tuple[int, int]:
         """Return how many queries and keys there are, of packed sequences in the longest."""

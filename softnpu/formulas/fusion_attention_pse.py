@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, float32
 
 from softnpu.argument_checks import describe, require, require_values
-from softnpu.formulas.fusion_attention_masks import DEFAULT_MASK, LEFT_UP_CAUSAL, OF_SEQUENCES, RIGHT_DOWN_CAUSAL
+from softnpu.formulas.fusion_attention_masks import BANDS_BY_SEQUENCE, DEFAULT_MASK, LEFT_UP_CAUSAL, RIGHT_DOWN_CAUSAL
 
 MULTIPLY_ADD, ADD_MULTIPLY, SLOPES, SLOPES_OF_ROOTS = range(4)  # pse_type
 ALIBI_ROWS = 1024  # of the last queries, in place of all
@@ -38,7 +38,7 @@ class PositionBias:
             return
         allowed = (float32,) if self.kind >= SLOPES else (dtype,)
         require(pse.dtype in allowed, operator, f"pse must be {allowed} for pse_type {self.kind}, got {describe(pse)}")
-        require(self.sparse_mode not in OF_SEQUENCES, operator, f"sparse_mode {self.sparse_mode} takes no pse")
+        require(self.sparse_mode not in BANDS_BY_SEQUENCE, operator, f"sparse_mode {self.sparse_mode} takes no pse")
         require(all(s_q > 0 for s_q, _ in lengths), operator, "pse takes no sequences without queries")
         equal = all(s_q == s_k for s_q, s_k in lengths)
         require(equal or self.kind < SLOPES, operator, "slopes need as many keys as queries in every sequence")
@@ -53,14 +53,14 @@ class PositionBias:
     def _bias(self, shape: torch.Size, i: int, lengths: list[tuple[int, int]]) -> Tensor:
         b, n, s_q, s_k = shape
         pse = self.pse.float()  # type: ignore[union-attr]  # added() returned without one
-        of_sequences = self.layout == "TND"
+        is_packed = self.layout == "TND"
         if self.kind >= SLOPES:
-            count = len(lengths) if of_sequences else b
+            count = len(lengths) if is_packed else b
             self._require_shape([[n], [count, n]])
-            slopes = pse[i : i + 1] if of_sequences and pse.dim() == 2 else pse
+            slopes = pse[i : i + 1] if is_packed and pse.dim() == 2 else pse
             distance = (torch.arange(s_k) - torch.arange(s_q).unsqueeze(-1) + self.shift).abs().float()
             return -slopes.reshape(-1, n, 1, 1) * (distance.sqrt() if self.kind == SLOPES_OF_ROOTS else distance)
-        if not of_sequences:
+        if not is_packed:
             dense = [[b, n, s_q, s_k], [b, n, 1, s_k], [1, n, s_q, s_k]]
             alibi = [[b, n, ALIBI_ROWS, s_k], [1, n, ALIBI_ROWS, s_k]] if s_q > ALIBI_ROWS else []
             self._require_shape(dense + alibi)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from softnpu.argument_checks import describe, require, require_dtypes
-from softnpu.formulas import formula, formula_of
+from softnpu.formulas import formula, named_formula
 from softnpu.formulas import grouped_matmul_limits as limits
-from softnpu.formulas.cast import dtype_of
+from softnpu.formulas.cast import as_torch_dtype
 from softnpu.formulas.grouped_matmul_quantised import Arithmetic, arithmetic
 
 Tensors = Sequence[Tensor]
@@ -75,7 +75,7 @@ def npu_grouped_matmul(
     split, counts = split_item or 0, group_list_type or 0
     limits.require_group_type(group_type, split, counts)
     limits.require_dtypes_and_lengths(x, weight, bias)
-    dtype = None if output_dtype is None else dtype_of(limits.OPERATOR, output_dtype)
+    dtype = None if output_dtype is None else as_torch_dtype(limits.OPERATOR, output_dtype)
     how = arithmetic(x, weight, scale, per_token_scale, antiquant_scale, antiquant_offset, dtype, act_type or 0)
     if group_type == limits.NO_GROUPS:
         limits.require_pairs(x, weight, group_list)
@@ -101,7 +101,7 @@ def npu_grouped_matmul(
     return [_one_output(x, weight, bias, sizes, how)]
 
 
-@formula_of("npu_grouped_matmul.List")
+@named_formula("npu_grouped_matmul.List")
 def npu_grouped_matmul_list(
     x: Tensors,
     weight: Tensors,

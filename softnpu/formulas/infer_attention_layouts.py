@@ -85,7 +85,7 @@ def from_blocks(
     return parts
 
 
-def lengths_of(operator: str, name: str, given: list[int] | None, batch: int, longest: int) -> list[int]:
+def actual_lengths(operator: str, name: str, given: list[int] | None, batch: int, longest: int) -> list[int]:
     """Return one valid length a batch: all of them where none is given, the same for all where one is."""
     if given is None:
         return [longest] * batch

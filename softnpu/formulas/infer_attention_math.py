@@ -122,12 +122,12 @@ class InferAttention:
             parts = layouts.to_nsd(self.operator, self.layout, self.kv_heads, name, tensor, ends)
             if layouts.is_packed(self.layout):
                 return parts
-            lengths = layouts.lengths_of(
+            lengths = layouts.actual_lengths(
                 self.operator, "actual lengths of key", self.key_lengths, batch, parts[0].shape[1]
             )
             return [part[:, :n] for part, n in zip(parts, lengths)]
         longest = self.block_table.shape[-1] * self.block_size
-        lengths = layouts.lengths_of(self.operator, "actual lengths of key", self.key_lengths, batch, longest)
+        lengths = layouts.actual_lengths(self.operator, "actual lengths of key", self.key_lengths, batch, longest)
         return layouts.from_blocks(
             self.operator, name, tensor, self.kv_heads, self.block_size, self.block_table, lengths
         )

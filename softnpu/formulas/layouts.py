@@ -11,7 +11,7 @@ from torch import Tensor, int32
 from torch.nn import functional as F
 
 from softnpu.argument_checks import describe, require
-from softnpu.formulas import formula, formula_of
+from softnpu.formulas import formula, named_formula
 
 
 @formula
@@ -69,14 +69,14 @@ def npu_confusion_transpose_backward(grad: Tensor, perm: list[int], shape: list[
     return grad.reshape([shape[i] for i in perm]).permute(inverse)
 
 
-@formula_of("npu_max.dim")
+@named_formula("npu_max.dim")
 def npu_max(input: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Return the largest elements and their places, int32."""
     values, indices = input.max(dim, keepdim)
     return values, indices.to(int32)
 
 
-@formula_of("npu_min.dim")
+@named_formula("npu_min.dim")
 def npu_min(input: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Return the smallest elements and their places, int32."""
     values, indices = input.min(dim, keepdim)

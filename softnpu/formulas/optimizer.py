@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
-from softnpu.formulas import formula_of
+from softnpu.formulas import named_formula
 
 
-@formula_of("npu_apply_adam_w.out")
+@named_formula("npu_apply_adam_w.out")
 def npu_apply_adam_w_out(
     beta1_power: float,
     beta2_power: float,
@@ -46,7 +46,7 @@ def npu_apply_adam_w_out(
     return var, m, v
 
 
-@formula_of("npu_apply_adam.out")
+@named_formula("npu_apply_adam.out")
 def npu_apply_adam_out(
     beta1_power: float,
     beta2_power: float,

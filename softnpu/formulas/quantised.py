@@ -13,7 +13,7 @@ from torch import Tensor, bfloat16, float16, float32, int8, int32
 
 from softnpu.argument_checks import describe, require, require_dtypes, require_values
 from softnpu.formulas import formula
-from softnpu.formulas.cast import dtype_of
+from softnpu.formulas.cast import as_torch_dtype
 
 LARGEST = 127.0
 LONGEST = 65535
@@ -37,7 +37,7 @@ def npu_dynamic_quant(
     has the scale zero.
     """
     operator = "npu_dynamic_quant"
-    dtype = int8 if dst_type is None else dtype_of(operator, dst_type)
+    dtype = int8 if dst_type is None else as_torch_dtype(operator, dst_type)
     if dtype != int8 or quant_mode != "pertoken" or dst_type_max != 0:
         raise NotImplementedError(f"{operator}: the software device quantises rows to int8 only")
     require_dtypes(operator, {(float16,), (bfloat16,)}, input=input)
@@ -72,7 +72,7 @@ def npu_quant_matmul(
     upper 19 bits. int8 adds the offset, rounded.
     """
     operator = "npu_quant_matmul"
-    dtype = int8 if output_dtype is None else dtype_of(operator, output_dtype)
+    dtype = int8 if output_dtype is None else as_torch_dtype(operator, output_dtype)
     other = [x1_dtype, x2_dtype, pertoken_scale_dtype, scale_dtype, y_scale, group_sizes or None]
     if x1.dtype != int8 or x2.dtype != int8 or dtype == int32 or any(t is not None for t in other):
         raise NotImplementedError(

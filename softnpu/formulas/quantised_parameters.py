@@ -11,7 +11,7 @@ from torch import Tensor, bfloat16, float16, float32, int8, int32, int64, uint8
 
 from softnpu.argument_checks import FLOATING, describe, require, require_dtypes
 from softnpu.formulas import formula
-from softnpu.formulas.cast import dtype_of
+from softnpu.formulas.cast import as_torch_dtype
 from softnpu.formulas.quantised import KEPT_BITS, OFFSET_BIT, smoothed
 
 LIMITS = {int8: (-128, 127), uint8: (0, 255), int32: (-(2**31), 2**31 - 1)}
@@ -84,7 +84,7 @@ def npu_dynamic_quant_asymmetric(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return every row as int8, its scale ``(max - min) / 255`` and its offset ``127 - max / scale``, in float32."""
     operator = "npu_dynamic_quant_asymmetric"
-    dtype = int8 if dst_type is None else dtype_of(operator, dst_type)
+    dtype = int8 if dst_type is None else as_torch_dtype(operator, dst_type)
     if dtype != int8 or quant_mode != "pertoken" or dst_type_max != 0:
         raise NotImplementedError(f"{operator}: the software device quantises rows to int8 only")
     require_dtypes(operator, {(float16,), (bfloat16,)}, input=input)
@@ -101,4 +101,4 @@ def npu_dynamic_quant_asymmetric(
 def _storage(operator: str, dtype: int | torch.dtype) -> torch.dtype:
     """Return the dtype that holds a quantised one."""
     held = {torch.qint8: int8, torch.quint8: uint8, torch.qint32: int32}
-    return held[dtype] if dtype in held else dtype_of(operator, dtype)
+    return held[dtype] if dtype in held else as_torch_dtype(operator, dtype)

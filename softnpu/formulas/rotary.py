@@ -36,7 +36,7 @@ class Reading:
     """Say what the shapes may mean. T of TND counts as S, with B = 1."""
 
     layout: str
-    of_cos: str
+    cos_layout: str
     b: int
     n: int
     s: int
@@ -126,7 +126,7 @@ def _require(operator: str, x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> l
     given = f"x {describe(x)} with cos {describe(cos)}"
     require(bool(found), operator, f"{given} is none of the layouts {LAYOUTS | TND}")
     if mode == "interleave":
-        found = [r for r in found if r.of_cos in INTERLEAVED]
+        found = [r for r in found if r.cos_layout in INTERLEAVED]
         require(bool(found), operator, f"{given}: interleave takes cos as {', '.join(INTERLEAVED)} only")
         found = [r for r in found if r.b * r.n < 1000]
         require(bool(found), operator, f"{given}: interleave needs B·N < 1000")
@@ -169,4 +169,6 @@ def _require_gradient_of_cos(operator: str, readings: list[Reading], x: Tensor, 
     given = f"x {describe(x)} with cos {describe(cos)}, whose gradient is needed"
     require(any(r.b * r.n <= 1024 for r in readings), operator, f"{given}: needs B·N <= 1024")
     for r in readings:  # SB1D has no such rule, but its shapes can be those of BS1D
-        require(r.of_cos not in ("B1SD", "BS1D") or r.b < r.s, operator, f"{given}, read as {r.of_cos}, needs B < S")
+        require(
+            r.cos_layout not in ("B1SD", "BS1D") or r.b < r.s, operator, f"{given}, read as {r.cos_layout}, needs B < S"
+        )

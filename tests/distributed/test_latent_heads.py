@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DistributedConfig
 
-from kernels_ext_npu.swaps.attention import latents
+from kernels_ext_npu.swaps.attention import mla_absorb
 from tests.distributed import engines
 from tests.support import zoo
 from tests.support.sparse_models import made
@@ -22,16 +22,16 @@ PROMPTS = zoo.text(2, 9, torch.Generator().manual_seed(0))
 def run(folder: Path) -> dict[str, Any]:
     """The tokens of a generation, the gradients of a prompt, and how many heads of latents each attention had."""
     heads: list[int] = []
-    absorbed = latents.Latents._absorbed
+    absorbed = mla_absorb.Latents._absorbed
 
     def noted(self, query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         heads.append(query.shape[1])
         return absorbed(self, query, *args)
 
     with engines.registered(True), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latents.Latents, "_absorbed", noted)
+        patch.setattr(mla_absorb.Latents, "_absorbed", noted)
         patch.setattr(
-            latents.Latents, "is_cheaper_of_chosen", lambda self, queries, count, _: count < self.nope.shape[2]
+            mla_absorb.Latents, "is_cheaper_for_chosen", lambda self, queries, count, _: count < self.nope.shape[2]
         )
         config = DistributedConfig(tp_plan="auto")
         model = AutoModelForCausalLM.from_pretrained(folder, use_kernels=True, distributed_config=config)

@@ -61,8 +61,8 @@ def install(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Callabl
     """The interpreter of an environment with a framework."""
 
     def interpreter(framework: str, packages: str) -> str:
-        name, all_of = framework.partition("==")[0], (framework, *packages.split())
-        return environments.interpreter(tmp_path_factory, worker_id, name, *all_of, deps=False)
+        name, everything = framework.partition("==")[0], (framework, *packages.split())
+        return environments.interpreter(tmp_path_factory, worker_id, name, *everything, deps=False)
 
     return interpreter
 

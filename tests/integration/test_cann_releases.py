@@ -81,8 +81,8 @@ def test_the_report_is_about_this_release(registered, monkeypatch) -> None:
 
 
 def test_a_version_that_cannot_be_read_is_the_oldest() -> None:
-    assert cann_releases.release_of("not known") == cann_releases.release_of(None) < (8, 2)
-    assert cann_releases.release_of("8.2.RC1") == cann_releases.release_of("8.2") == (8, 2)
+    assert cann_releases.parse_release("not known") == cann_releases.parse_release(None) < (8, 2)
+    assert cann_releases.parse_release("8.2.RC1") == cann_releases.parse_release("8.2") == (8, 2)
     assert cann_releases.sentences((9, 1)) == []
     words = "a CANN whose version cannot be read takes the fast GELU in no graph; since 8.5 in graphs, too"
     assert words in cann_releases.sentences((0, 0))

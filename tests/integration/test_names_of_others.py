@@ -87,11 +87,11 @@ def test_every_parameter_of_a_layer_that_takes_several_is_in_the_list() -> None:
 def test_the_list_is_complete() -> None:
     listed = {parsed(row)[0] for _, row in ROWS}
     found = {name: path for path in PACKAGE.rglob("*.py") for name in _names_of_others(path)}
-    missing = {name: path for name, path in found.items() if not any(_is_of(name, known) for known in listed)}
+    missing = {name: path for name, path in found.items() if not any(_is_known(name, known) for known in listed)}
     assert not missing, f"list these names of others, with the parameters that are passed: {missing}"
 
 
-def _is_of(name: str, known: str) -> bool:
+def _is_known(name: str, known: str) -> bool:
     """Tell whether a name is another, a part of it, or the beginning of it."""
     return f"{name}.".startswith(f"{known}.") or f"{known}.".startswith(f"{name}.")
 

@@ -51,7 +51,7 @@ class Request:
     def commit(self) -> Commit:
         return self.repository.commit(self["revision"])
 
-    def url_of(self, kind: str, repo_id: str) -> str:
+    def blob_url(self, kind: str, repo_id: str) -> str:
         return f"{self.url}/{'' if kind == 'models' else f'{kind}/'}{repo_id}"
 
 
@@ -97,7 +97,7 @@ def validate_yaml(request: Request) -> Answer:
 def create(request: Request) -> Answer:
     asked = request.json()
     kind, repo_id = f"{asked.get('type') or 'model'}s", f"{asked['organization']}/{asked['name']}"
-    described = {"url": request.url_of(kind, repo_id)}
+    described = {"url": request.blob_url(kind, repo_id)}
     try:
         request.store.create(repo_id, kind)
     except HubError as error:  # clients read where it is
@@ -177,7 +177,7 @@ def make_commit(request: Request) -> Answer:
     header, *operations = map(json.loads, request.body.splitlines())
     changes = [change(**operation) for operation in operations]
     branch, parent = request["revision"], header["value"].get("parentCommit")
-    url, described = request.url_of(request["kind"], request["repo_id"]), {}
+    url, described = request.blob_url(request["kind"], request["repo_id"]), {}
     if "create_pr" in request.query:
         made, number = request.repository.propose(parent or branch, changes)
         described["pullRequestUrl"] = f"{url}/discussions/{number}"

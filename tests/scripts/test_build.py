@@ -89,7 +89,9 @@ def test_a_strict_variant_and_that_for_all_npus_may_be_published(repository: Pat
 @pytest.mark.parametrize("name", NAMES)
 def test_variants_load_and_compute(whole: Path, name: str) -> None:
     """Of one repository; by their own path, which leaves out the question whether they fit this machine."""
-    assert trial.failure(trial.of("rmsnorm"), get_local_kernel(whole / "RMSNorm" / "build" / name)) is None
+    assert (
+        trial.failure(trial.selftest_function("rmsnorm"), get_local_kernel(whole / "RMSNorm" / "build" / name)) is None
+    )
 
 
 def test_the_universal_variants_need_no_torch_npu(run_python) -> None:

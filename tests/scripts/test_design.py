@@ -13,7 +13,7 @@ import kernels_ext_npu
 from documents import rent
 from documents.mechanisms import MECHANISMS, STEP, TOKEN, Mechanism
 from documents.way import WAY
-from tests.support.counted import of_the_pinned_release
+from tests.support.counted import pinned_release_only
 
 BY_NAME = {mechanism.name: mechanism for mechanism in MECHANISMS}
 RECORD = json.loads(rent.RECORD.read_text("utf-8"))
@@ -77,7 +77,7 @@ def test_a_mechanism_is_made_of_files_and_can_be_left_out(mechanism: Mechanism) 
     assert [resolve_name(place) for place, _ in mechanism.off] == before
 
 
-@of_the_pinned_release
+@pinned_release_only
 @pytest.mark.parametrize(
     ("name", "act"),
     [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from documents import DocumentError, generated, parallel, ratios, savings
-from tests.support.counted import of_the_pinned_release
+from tests.support.counted import pinned_release_only
 from tests.support.transformers_files import modeling_files
 
 INSPECTED = ("ranks", "ratios", "savings")
@@ -50,7 +50,7 @@ def test_all_but_the_figures_of_inspections_is_what_make_docs_writes(monkeypatch
     assert_up_to_date()
 
 
-@of_the_pinned_release
+@pinned_release_only
 def test_the_figures_of_a_model_are_those_of_its_inspection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(savings, "MODELS", savings.MODELS[:1])
     for language in ("en", "zh"):
@@ -61,7 +61,7 @@ def test_the_figures_of_a_model_are_those_of_its_inspection(monkeypatch: pytest.
     assert set(ratios.table("en").splitlines()) <= set(written("ratios", "en").splitlines())
 
 
-@of_the_pinned_release
+@pinned_release_only
 def test_the_figures_of_a_rank_are_those_of_its_inspection() -> None:
     """Of one mesh, in its column of the table that has several."""
     model, meshes = next(iter(parallel.MESHES.items()))

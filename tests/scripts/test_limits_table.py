@@ -27,8 +27,8 @@ def callers() -> dict[str, set[str]]:
     for file in (*ROOT.glob("*/torch-ext/*/*.py"), *ROOT.glob("integration/kernels_ext_npu/decoding/*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                of_npu = isinstance(node.func.value, ast.Attribute) and node.func.value.attr == "npu"
-                found["npu." * of_npu + node.func.attr].add(str(file.relative_to(ROOT)))
+                npu_limits = isinstance(node.func.value, ast.Attribute) and node.func.value.attr == "npu"
+                found["npu." * npu_limits + node.func.attr].add(str(file.relative_to(ROOT)))
     return found
 
 

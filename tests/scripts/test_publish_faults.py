@@ -38,7 +38,7 @@ class State(NamedTuple):
     card: bytes | None
 
 
-def state_of(hub: LocalHub) -> State:
+def repository_state(hub: LocalHub) -> State:
     if ("kernels", REPO) not in hub.repositories:
         return State(set(), None, None)
     repository = hub.repository(REPO)
@@ -58,21 +58,21 @@ def fail_each(publisher, clone, localhub) -> Callable[..., None]:
         if old:
             localhub.publish(REPO, old)
 
-    def run(old: dict[str, bytes], kind_of: Callable[[int], str]) -> None:
+    def run(old: dict[str, bytes], kind: Callable[[int], str]) -> None:
         prepare(old)
-        before, start = state_of(localhub), len(localhub.requests)
+        before, start = repository_state(localhub), len(localhub.requests)
         assert publisher("torch-npu").status == "published"
-        after, requests = state_of(localhub), len(localhub.requests) - start
+        after, requests = repository_state(localhub), len(localhub.requests) - start
         assert after.branches == {"main", "v1"}
         for at in range(1, requests + 1):
             prepare(old)
-            kind = kind_of(at)
+            kind = kind(at)
             point = f"request {at} of {requests}, {kind}"
             for offset, fault in enumerate(KINDS[kind]):
                 localhub.faults.add(**{"at": at + offset} | fault)
             report = publisher("torch-npu", patience=Patience(failures=1 if kind in FOREVER else 4, seconds=0))
             localhub.faults.clear()
-            state = state_of(localhub)
+            state = repository_state(localhub)
             assert state.version in (before.version, after.version), f"{point}: half a branch"
             assert state.card in (before.card, after.card), point
             assert not old or state.version[OTHER] == old[OTHER], point
@@ -81,7 +81,7 @@ def fail_each(publisher, clone, localhub) -> Callable[..., None]:
             if report.exit_code or state != after:
                 report = publisher("torch-npu")
                 assert report.exit_code == 0, f"{point}: the next run ends with {report.reasons}"
-                assert state_of(localhub) == after, f"{point}: not as it is without a fault"
+                assert repository_state(localhub) == after, f"{point}: not as it is without a fault"
 
     return run
 

@@ -25,7 +25,7 @@ RETURNS_HOST_TENSORS = {"npu_fusion_attention_v3", "npu_fusion_attention_v3.out"
 # the smallest norm that a difference is compared with: where terms of size one cancel, float32 leaves 1e-6 of them
 CANCELLED = 1e-4
 # files of formulas in which torch's own dtypes hold
-OF_ANY_DTYPE = {"aten_gradients", "batch_norm", "cast", "layouts"}
+ANY_DTYPE = {"aten_gradients", "batch_norm", "cast", "layouts"}
 
 
 def always(given: dict[str, Any]) -> bool:
@@ -145,7 +145,7 @@ def _assert_float64_is_refused(operator: torch._ops.OpOverload, args: tuple, kwa
     name = NAMES[operator.name()]
     given = tree_map_only(torch.Tensor, widened, (args, kwargs))
     allocates = name.endswith(("_get_max_workspace", "_infer_output", "gen_mask.Tensor"))
-    takes_any = allocates or NPU[name].__module__.rpartition(".")[2] in OF_ANY_DTYPE
+    takes_any = allocates or NPU[name].__module__.rpartition(".")[2] in ANY_DTYPE
     if takes_any or not any(t.is_floating_point() for t in tensors(given)):
         operator(*given[0], **given[1])
         return

@@ -343,13 +343,13 @@ CASES |= {
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
-TARGET, OF_WORDS = torch.tensor([3, 0, 10, 4, 4, 1]), torch.linspace(0.1, 1.1, 11)
+TARGET, WORD_WEIGHTS = torch.tensor([3, 0, 10, 4, 4, 1]), torch.linspace(0.1, 1.1, 11)
 
 
 def cross_entropy(reduction: str, ignored: int, is_weighted: bool, smoothing: float) -> Case:
     options = {"reduction": reduction, "ignore_index": ignored, "label_smoothing": smoothing}
     target = TARGET.where(torch.arange(6) > 0, ignored)
-    weight = OF_WORDS if is_weighted else None
+    weight = WORD_WEIGHTS if is_weighted else None
 
     def call(x: Tensor) -> tuple[Tensor, ...]:
         moved = weight.npu() if is_weighted else None

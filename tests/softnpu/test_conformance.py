@@ -20,7 +20,7 @@ from tests.softnpu.conforming import ALL, assert_conforms, moved
 
 HALF = torch.bfloat16
 # lengths of the CPU and an input of the device, and from the one to the other: test_host_execution.py
-OF_TWO_DEVICES = {"_pack_padded_sequence", "_copy_from_and_resize"}
+TWO_DEVICES = {"_pack_padded_sequence", "_copy_from_and_resize"}
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -120,7 +120,7 @@ def test_every_formula_has_samples_or_a_test() -> None:
     assert SAMPLES.keys() <= ALL.keys()
     tests = "\n".join(path.read_text() for path in Path(__file__).parent.glob("*formula*.py"))
     named = {word.strip("_") for word in re.findall(r"\w+", tests)}
-    others = {name.partition(".")[0].strip("_") for name in ALL.keys() - SAMPLES.keys() - OF_TWO_DEVICES}
+    others = {name.partition(".")[0].strip("_") for name in ALL.keys() - SAMPLES.keys() - TWO_DEVICES}
     assert {name for name in others if not {name, re.split("_backward|_grad", name)[0]} & named} == set()
 
 

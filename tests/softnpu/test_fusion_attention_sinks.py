@@ -76,7 +76,7 @@ TEMPLATES = {
 }
 
 
-def of_template(name: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
+def template_loss(name: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
     """Return what the device computes, and the truth where nothing is dropped at random."""
     layout, size, queries, mode, others, _ = TEMPLATES[name]
     torch.manual_seed(0)
@@ -101,7 +101,7 @@ def of_template(name: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | Non
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_gradients_with_a_sink(name) -> None:
     with taken():
-        found, expected = of_template(name)
+        found, expected = template_loss(name)
         assert not found[3].isnan().any()
         for one, truth in zip(found, expected or ()):
             torch.testing.assert_close(one.cpu().double(), truth, rtol=TOLERANCE, atol=TOLERANCE)
@@ -111,7 +111,7 @@ def test_gradients_with_a_sink(name) -> None:
 def test_a_deterministic_template_leaves_the_gradient_of_a_sink_unwritten(name, deterministic) -> None:
     """And no other."""
     with taken():
-        found, expected = of_template(name)
+        found, expected = template_loss(name)
         is_written = TEMPLATES[name][-1] > CANN
         assert found[3].isnan().all() == (not is_written)
         for one, truth in zip(found[: 4 if is_written else 3], expected or ()):

@@ -14,7 +14,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
-from tests.support.operators import agree, call, compare, differentiable, dtypes, name_of, on_npu, samples
+from tests.support.operators import agree, call, compare, differentiable, dtypes, on_npu, operator_id, samples
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -27,9 +27,9 @@ EXCEPTIONS = tomllib.loads((Path(__file__).parent.parent / "data" / "operators.t
 def operators(check: str) -> list[Any]:
     params = []
     for op in op_db:
-        reason = EXCEPTIONS[check].get(name_of(op))
+        reason = EXCEPTIONS[check].get(operator_id(op))
         marks = [pytest.mark.xfail(reason=reason, strict=True)] if reason else []
-        params.append(pytest.param(op, id=name_of(op), marks=marks))
+        params.append(pytest.param(op, id=operator_id(op), marks=marks))
     return params
 
 
@@ -114,7 +114,7 @@ def test_random_operators_follow_the_generator_of_the_device() -> None:
 
 
 def test_no_exception_names_an_operator_that_does_not_exist() -> None:
-    names = {name_of(op) for op in op_db}
+    names = {operator_id(op) for op in op_db}
     assert {name for table in EXCEPTIONS.values() for name in table} <= names
 
 

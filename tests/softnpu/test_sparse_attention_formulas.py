@@ -29,7 +29,7 @@ def lengths(of_queries: list[int], of_keys: list[int]) -> dict[str, Tensor]:
     return {"actual_seq_lengths_query": query, "actual_seq_lengths_key": key}
 
 
-def scores_of(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+def sparse_scores(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
     return torch.einsum("bqnd,bkd->bqnk", q.double(), k[:, :, 0].double()).relu().mul(w.double().unsqueeze(-1)).sum(2)
 
 
@@ -37,7 +37,7 @@ def scores_of(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
 def test_an_indexer_chooses_what_scores_highest_and_its_gradient_is_that_of_scores(mode: int) -> None:
     given = indexed(torch.bfloat16)
     leaves, exact = [t.npu().requires_grad_() for t in given], [t.double().requires_grad_() for t in given]
-    scores = scores_of(*exact)
+    scores = sparse_scores(*exact)
     if mode == 3:
         scores = scores.masked_fill(BEHIND, -torch.inf)
     options = {"sparse_count": 9, "sparse_mode": mode, "return_value": True}

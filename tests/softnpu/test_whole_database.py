@@ -19,6 +19,6 @@ def test_another_release_of_torch_runs_the_whole_and_says_so(monkeypatch: pytest
 
 
 def test_a_changed_source_runs_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_the_tests = (*whole_database.OF_THE_TESTS, whole_database.ROOT / "LICENSE")
-    monkeypatch.setattr(whole_database, "OF_THE_TESTS", of_the_tests)
+    test_files = (*whole_database.TEST_FILES, whole_database.ROOT / "LICENSE")
+    monkeypatch.setattr(whole_database, "TEST_FILES", test_files)
     assert sample() is None

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _FLOATING = {torch.float32, torch.float16, torch.bfloat16}
-_OF_VECTOR_CORES = {
+_VECTOR_CORE_OPERATORS = {
     "cumsum": {*_FLOATING, torch.int32},
     "floor_divide": {*_FLOATING, torch.int32, torch.int8, torch.uint8},
     "gather": {*_FLOATING, torch.int32},  # of others small ones alone
@@ -35,8 +35,8 @@ class OnAiCpu(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         name = function._schema.name.removeprefix("aten::").rstrip("_")
-        if name in _OF_VECTOR_CORES and args[0].device.type == "npu":
+        if name in _VECTOR_CORE_OPERATORS and args[0].device.type == "npu":
             dtype = result.dtype if isinstance(result, Tensor) else args[0].dtype  # sums and quotients are promoted
-            if dtype not in _OF_VECTOR_CORES[name]:
+            if dtype not in _VECTOR_CORE_OPERATORS[name]:
                 self.found.append(f"{name} of {dtype}")
         return result

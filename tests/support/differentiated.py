@@ -58,7 +58,7 @@ def is_simple(function: Function) -> bool:
     return few_streams or (function.name in SIMPLE and function.at in ("", "neighbours"))
 
 
-def of_selftest(function: Function) -> Case:
+def selftest_cases(function: Function) -> Case:
     def joined(found: object) -> Tensor:
         return torch.cat([tensor.flatten() for tensor in tensors(found)])
 
@@ -142,7 +142,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 TOKENS, MATRICES = (T, H), ((E, 2 * INNER, H), (E, H, INNER))
 MIXTURE = (TOKENS, (T, K), *MATRICES)
 CASES: dict[str, Case] = {
-    **{function.title: of_selftest(function) for function in functions.FUNCTIONS if is_simple(function)},
+    **{function.title: selftest_cases(function) for function in functions.FUNCTIONS if is_simple(function)},
     "rms_norm without weight": Case(
         lambda x: kernel("RMSNorm").rms_norm(x, None, 1e-6), lambda x: F.rms_norm(x, (H,), None, 1e-6), (TOKENS,)
     ),

@@ -29,7 +29,7 @@ class Case:
     shapes: tuple[tuple[int, ...], ...]
 
 
-def none_of(*tensors: Tensor, shape: tuple[int, ...]) -> Tensor:
+def empty_result(*tensors: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return an empty tensor that depends on others, as the loop over tokens of a recurrence has none to stack."""
     return sum(tensor.sum() for tensor in tensors) * tensors[0].new_empty(shape)
 
@@ -105,7 +105,7 @@ def expert_cases() -> list[Case]:
         Case("fused_experts", lambda f, *t: our_experts(*t, present=3), partial(all_experts, present=3), mixture),
         Case(
             "experts_forward",
-            lambda f, x, w, *t: experts._of_module(f, x, torch.empty_like(w, dtype=torch.long), w, *t),
+            lambda f, x, w, *t: experts._run_experts(f, x, torch.empty_like(w, dtype=torch.long), w, *t),
             all_experts,
             ((0, experts.HIDDEN), (0, 2), (4, 2 * experts.INNER, experts.HIDDEN), (4, experts.HIDDEN, experts.INNER)),
         ),
@@ -134,7 +134,7 @@ def attention_cases() -> list[Case]:
             found.append(Case("flash_attn_func", call, exact, (*shapes, *[(4,)] * sinks)))
     for rows, tokens in ((0, 9), (2, 0)):
         shapes = (rows, tokens, 4, 16), *[(rows, tokens, 2, 16)] * 2
-        found.append(Case("attention_forward", attention._of_module, attention._causal, shapes))
+        found.append(Case("attention_forward", attention._attend, attention._causal, shapes))
     for rows, queries in ((0, 9), (1, 0)):
         shapes = (rows, queries, 4, 576), (rows, 13, 512), (rows, 13, 64)
         found.append(Case("attend_chosen", attention._to_chosen, attention._exact_to_chosen, shapes))
@@ -227,7 +227,9 @@ def linear_cases(rows: tuple[int, ...]) -> list[Case]:
 
 def delta_cases(batch: int, tokens: int, heads: int = 2) -> list[Case]:
     def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return none_of(q, k, v, g, beta, state, shape=v.shape), state + 0 * sum(x.sum() for x in (q, k, v, g, beta))
+        return empty_result(q, k, v, g, beta, state, shape=v.shape), state + 0 * sum(
+            x.sum() for x in (q, k, v, g, beta)
+        )
 
     def call(f: Callable, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         *given, state = tensors
@@ -248,18 +250,20 @@ def packed_delta_case(ends: list[int]) -> Case:
         return f(*tensors, cu_seqlens=torch.tensor(ends, device=tensors[0].device))[0]
 
     shapes = *[(1, 0, 2, 8)] * 3, (1, 0, 2), (1, 0, 2)
-    return Case("chunk_gated_delta_rule", call, lambda *t: none_of(*t, shape=t[2].shape), shapes)
+    return Case("chunk_gated_delta_rule", call, lambda *t: empty_result(*t, shape=t[2].shape), shapes)
 
 
 def recurrence_cases(batch: int, tokens: int) -> list[Case]:
     def convolved(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return none_of(x, weight, bias, shape=x.shape)
+        return empty_result(x, weight, bias, shape=x.shape)
 
     def scanned(u: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-        return none_of(u, *others, shape=u.shape), 0 * sum(x.sum() for x in (u, *others)) + u.new_zeros(batch, 8, 4)
+        return empty_result(u, *others, shape=u.shape), 0 * sum(x.sum() for x in (u, *others)) + u.new_zeros(
+            batch, 8, 4
+        )
 
     def recurred(decays: Tensor, added: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return none_of(decays, added, state, shape=added.shape), state + 0 * (decays.sum() + added.sum())
+        return empty_result(decays, added, state, shape=added.shape), state + 0 * (decays.sum() + added.sum())
 
     x, b = (batch, 8, tokens), (batch, 4, tokens)
     return [

@@ -139,6 +139,6 @@ def _asked(event: Any) -> int:
 def _kernels() -> frozenset[str]:
     """The operators of which the device has kernels, as the profiler names them: without overloads."""
     operators = {name: aten._overload(name) for name in aten._registered("PrivateUse1") - aten.NATIVE}
-    of_aten = [name for name, op in operators.items() if op is not None and not aten._is_view(op)]
-    names = [f"aten::{name}" for name in of_aten] + [f"npu::{name}" for name in FORMULAS]
+    aten_calls = [name for name, op in operators.items() if op is not None and not aten._is_view(op)]
+    names = [f"aten::{name}" for name in aten_calls] + [f"npu::{name}" for name in FORMULAS]
     return frozenset(name.partition(".")[0] for name in names)

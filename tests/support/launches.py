@@ -29,7 +29,7 @@ def computing(launches: Mapping[str, int]) -> Counter[str]:
     return counts
 
 
-def of_attention(model: nn.Module) -> int:
+def attention_launches(model: nn.Module) -> int:
     """Count how often a forward of one of `attention_models` launches the operator of attention."""
     softnpu.reset_counters()
     with torch.no_grad():

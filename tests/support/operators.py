@@ -15,7 +15,7 @@ FLOATING = (torch.float32, torch.bfloat16)
 OTHERS = (torch.complex64, torch.int64, torch.bool, torch.float8_e4m3fn)
 
 
-def name_of(op: OpInfo) -> str:
+def operator_id(op: OpInfo) -> str:
     return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
 
 

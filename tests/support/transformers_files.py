@@ -18,20 +18,20 @@ from torch import nn
 
 from kernels_ext_npu.catalogue import ROTARY, Kind
 from kernels_ext_npu.coverage import survey
-from kernels_ext_npu.coverage.survey import SHARED, classes_of, functions_of
+from kernels_ext_npu.coverage.survey import SHARED, classes_in, functions_in
 from kernels_ext_npu.matching import classification
 
 
 @cache
 def classes(kind: Kind) -> tuple[type[nn.Module], ...]:
     """Return the classes of transformers that are counted among a kind."""
-    return tuple(cls for cls in module_classes() if classification.of_class(cls) is kind)
+    return tuple(cls for cls in module_classes() if classification.classify_class(cls) is kind)
 
 
 @cache
 def rotary_functions() -> dict[str, object]:
     """Return the rotary functions of transformers, or what `kernels` made of them, by ``file:name``."""
-    found = ((module, *function) for module in modeling_files() for function in functions_of(module))
+    found = ((module, *function) for module in modeling_files() for function in functions_in(module))
     files = ((module.__name__.rpartition("modeling_")[2], *function) for module, *function in found)
     return {f"{file}:{name}": function for file, name, function, kind in files if kind is ROTARY}
 
@@ -67,7 +67,7 @@ def _plain(function: FunctionType) -> str:
 def module_classes() -> Iterator[type[nn.Module]]:
     """Find the classes of modules of every architecture that can be imported, and of what they share."""
     for module in (*modeling_files(), *map(importlib.import_module, SHARED.files)):
-        yield from classes_of(module)
+        yield from classes_in(module)
 
 
 @cache

@@ -18,7 +18,7 @@ import softnpu
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests" / "softnpu" / "test_operator_database.py"
 RECORD = ROOT / "tests" / "data" / "operator_database.json"
-OF_THE_TESTS = (TESTS, ROOT / "tests" / "data" / "operators.toml", ROOT / "tests" / "support" / "operators.py")
+TEST_FILES = (TESTS, ROOT / "tests" / "data" / "operators.toml", ROOT / "tests" / "support" / "operators.py")
 EACH = 20
 
 
@@ -28,7 +28,7 @@ def state() -> str:
     for name in ("torch", "torch_npu"):
         digest.update(f"{name} {version(name).partition('+')[0]}\n".encode())
     sources = (path for path in (ROOT / "softnpu").rglob("*") if path.suffix in (".py", ".c", ".h"))
-    for path in (*sorted(sources), *OF_THE_TESTS):
+    for path in (*sorted(sources), *TEST_FILES):
         digest.update(f"{path.relative_to(ROOT).as_posix()}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 

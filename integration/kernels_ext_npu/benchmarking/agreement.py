@@ -42,5 +42,5 @@ def check(found: Distances, original: Distances, dtype: torch.dtype) -> None:
             value = getattr(distance, what)
             allowed = max(rounding, *(factor * getattr(measure, what) for measure in measures))
             if not value <= allowed:  # NaN is not
-                of = "" if what == "norm" else " in its largest difference"
-                raise DisagreementError(f"{name} is {value:.1e} away from float32{of}, and {allowed:.1e} is allowed")
+                where = "" if what == "norm" else " in its largest difference"
+                raise DisagreementError(f"{name} is {value:.1e} away from float32{where}, and {allowed:.1e} is allowed")

@@ -23,7 +23,7 @@ from kernels_ext_npu.benchmarking.shrunk_models import Model
 from kernels_ext_npu.environment import first_line
 from kernels_ext_npu.measuring.distance import DisagreementError, distances
 
-CallsOf = Callable[[Model, PreTrainedModel, Phase], list[Call]]
+CallFinder = Callable[[Model, PreTrainedModel, Phase], list[Call]]
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ def run(
         if parts:
             yield from _run_phase(model, dtype, phase, partial(record, kernels=parts), found, repeats)
         if whole := [kernel for kernel in kernels if kernel == STEP or (kernel == HEAD and phase.training)]:
-            calls_of = partial(recorded_calls.whole_model_calls, kernels=whole)
-            yield from _run_phase(model.whole(), dtype, phase, calls_of, found, repeats)
+            find_calls = partial(recorded_calls.whole_model_calls, kernels=whole)
+            yield from _run_phase(model.whole(), dtype, phase, find_calls, found, repeats)
 
 
 def _run_phase(
-    source: Model, dtype_name: str, phase: Phase, calls_of: CallsOf, found: dict[str, Provider], repeats: int
+    source: Model, dtype_name: str, phase: Phase, find_calls: CallFinder, found: dict[str, Provider], repeats: int
 ) -> Iterator[Result]:
     gc.collect()
     torch_npu.npu.empty_cache()
@@ -87,7 +87,7 @@ def _run_phase(
     # one expert after the other, as they are written in their model: what has the fewest parts that could be missing
     plain.set_experts_implementation("eager")
     try:
-        calls = calls_of(source, plain, phase)
+        calls = find_calls(source, plain, phase)
     except Exception as error:
         refused = f"{_sentence(error)}. If --shrink divided what has to fit, try another one, or 1"
         whole = (source.name, dtype_name, str(phase), "layer", "the whole model", "")

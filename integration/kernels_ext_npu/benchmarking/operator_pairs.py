@@ -20,7 +20,7 @@ from kernels_ext_npu.benchmarking.providers import OURS
 from kernels_ext_npu.environment import first_line
 from kernels_ext_npu.measuring.distance import distance
 
-NAME = "pairs"  # of operators, where others have that of a model
+NAME = "pairs"  # stands where other results have the name of a model
 TORCH = "torch"
 PROVIDERS = (TORCH, OURS)
 # Both compute one formula: they differ by roundings to 16 bits, of which either has at most four.

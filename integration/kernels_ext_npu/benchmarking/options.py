@@ -1,4 +1,4 @@
-"""What can be asked of the benchmark, and what is said to those who ask for something else."""
+"""Choices of the benchmark's options, and the error for any other value."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from kernels_ext_npu.catalogue import CATALOGUE
 from kernels_ext_npu.environment import RefusedError, choices
 
-OF_MODELS = (*(repository.name for repository in CATALOGUE), "layer", "step")
+MODEL_KERNELS = (*(repository.name for repository in CATALOGUE), "layer", "step")
 OPERATORS = "operators"  # pairs of calls, whatever the model
-KERNELS = (*OF_MODELS, OPERATORS)
-REPEATS = 50  # of a call, on a card
+KERNELS = (*MODEL_KERNELS, OPERATORS)
+REPEATS = 50  # how often a call is timed on a card
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 

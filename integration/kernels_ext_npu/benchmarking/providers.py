@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import kernels_ext_npu
 from kernels_ext_npu.benchmarking.recorded_calls import Call
 from kernels_ext_npu.environment import installed
-from kernels_ext_npu.matching.function_scan import Use, uses
+from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
 
 ORIGINAL, OURS, LLAMA_FACTORY = "transformers", "kernels-ext-npu", "LLaMA-Factory"
 # in the order of LLaMA-Factory's own "auto"
@@ -61,23 +61,23 @@ def _llama_factory(apply: Callable, model: PreTrainedModel) -> Iterator[Refusal]
 
     The rotary functions in transformers' modules, which it replaces for good, are put back.
     """
-    called = {use for module in model.modules() for use in uses(type(module))}
-    originals = {use: use.function for use in called}
+    called = {callee for module in model.modules() for callee in called_functions(type(module))}
+    originals = {callee: callee.function for callee in called}
     try:
         with redirect_stdout(sys.stderr):
             for kernel in LLAMA_FACTORY_KERNELS:
                 apply(kernel, model=model)
         yield lambda call: None if _is_changed(call, model, originals) else "it has no kernel for it"
     finally:
-        for use, original in originals.items():
-            vars(sys.modules[use.file])[use.name] = original
+        for callee, original in originals.items():
+            vars(sys.modules[callee.file])[callee.name] = original
 
 
-def _is_changed(call: Call, model: nn.Module, originals: dict[Use, Callable]) -> bool:
+def _is_changed(call: Call, model: nn.Module, originals: dict[CalledFunction, Callable]) -> bool:
     """Tell whether a call computes otherwise than before."""
-    if call.use is not None:
-        return call.target(model) is not originals[call.use]
+    if call.callee is not None:
+        return call.target(model) is not originals[call.callee]
     if call.kernel in ("layer", "step"):
         changed = any("forward" in vars(module) for module in model.get_submodule(call.path).modules())
-        return changed or any(use.function is not original for use, original in originals.items())
+        return changed or any(callee.function is not original for callee, original in originals.items())
     return "forward" in vars(call.target(model))

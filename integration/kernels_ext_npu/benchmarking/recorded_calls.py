@@ -20,13 +20,13 @@ from transformers.utils import ModelOutput
 
 from kernels_ext_npu.benchmarking.shrunk_models import SEED, Model
 from kernels_ext_npu.catalogue import IMPLEMENTATION, LAYERS
-from kernels_ext_npu.matching.function_scan import Use, uses
+from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
 from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.reporting.report import report
 from kernels_ext_npu.transformers_internals import cache_in, cache_parameter
 
 SEQUENCES = 32  # in decoding
-STEP, HEAD = "step", "CrossEntropy"  # of whole models
+STEP, HEAD = "step", "CrossEntropy"  # names of calls that are about whole models
 REPOSITORIES = LAYERS | {IMPLEMENTATION: "FlashAttention"}  # by what a report calls a kernel
 
 
@@ -61,21 +61,21 @@ class Call:
     kernel: str  # the repository of the kernel for it, "layer", or "step" for the whole model
     name: str  # the name of the class or function
     path: str  # the path of the module in the model; of a function ``path.name``, as in a report
-    use: Use | None = None  # where the function stands in its modeling file; None for a module
+    callee: CalledFunction | None = None  # where the function stands in its modeling file; None for a module
     args: tuple = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     # takes the model before the arguments; None where the module at the path, or a function, is called
-    of_model: Callable[..., Any] | None = None
+    on_model: Callable[..., Any] | None = None
 
     def target(self, model: nn.Module) -> Callable:
         """Return what is called, as it stands there now."""
-        if self.of_model is not None:
-            return partial(self.of_model, model)
-        return model.get_submodule(self.path) if self.use is None else self.use.function
+        if self.on_model is not None:
+            return partial(self.on_model, model)
+        return model.get_submodule(self.path) if self.callee is None else self.callee.function
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Return the parameters of the module that is called, by name; none for a function."""
-        return {} if self.use else dict(model.get_submodule(self.path).named_parameters())
+        return {} if self.callee else dict(model.get_submodule(self.path).named_parameters())
 
     def arguments(self, dtype: torch.dtype) -> tuple[tuple, dict[str, Any], list[Tensor]]:
         """Make fresh arguments in a dtype: args, kwargs, and those of their tensors that take a gradient."""
@@ -132,27 +132,31 @@ def _recording(model: PreTrainedModel, kernels: list[str], keep: Callable[[Call]
         return original(*args, **kwargs)
 
     with ExitStack() as ends:
-        for call in [call for call in calls_of(model) if call.kernel in kernels]:
-            if call.use is None:
+        for call in [call for call in find_calls(model) if call.kernel in kernels]:
+            if call.callee is None:
                 module = model.get_submodule(call.path)
                 ends.callback(module.register_forward_pre_hook(partial(before, call), with_kwargs=True).remove)
             else:
-                listening = partial(function, call, call.use.function)
-                ends.enter_context(patch.object(sys.modules[call.use.file], call.use.name, listening))
+                listening = partial(function, call, call.callee.function)
+                ends.enter_context(patch.object(sys.modules[call.callee.file], call.callee.name, listening))
         yield
 
 
-def calls_of(model: PreTrainedModel) -> Iterator[Call]:
+def find_calls(model: PreTrainedModel) -> Iterator[Call]:
     """Find the calls that a kernel may serve, and that of the last layer, without their arguments."""
     found = report(model)
     for row in found:
         # a model that was made without kernels has chosen its attention, and is no candidate for another
         if row.kernel not in REPOSITORIES or not (row.is_candidate or row.kernel == IMPLEMENTATION):
             continue
-        use = None
+        callee = None
         if row.function is not None:
-            use = next(use for use in uses(type(model.get_submodule(row.module))) if use.name == row.function)
-        yield Call(REPOSITORIES[row.kernel], row.class_name, row.path, use)
+            callee = next(
+                callee
+                for callee in called_functions(type(model.get_submodule(row.module)))
+                if callee.name == row.function
+            )
+        yield Call(REPOSITORIES[row.kernel], row.class_name, row.path, callee)
     count = model.config.num_hidden_layers
     lists = {path: m for path, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}
     for path, layers in list(lists.items())[:1]:
@@ -212,7 +216,7 @@ def whole_model_calls(source: Model, model: PreTrainedModel, phase: Phase, kerne
         head = model.get_output_embeddings()
         path = next(path for path, module in model.named_modules() if module is head)
         arguments = {"hidden_states": inputs.requires_grad_(), "labels": _labels(model, phase)}
-        found.append(Call(HEAD, f"{path} and loss", path, kwargs=arguments, of_model=loss_of_head))
+        found.append(Call(HEAD, f"{path} and loss", path, kwargs=arguments, on_model=loss_of_head))
     return found
 
 

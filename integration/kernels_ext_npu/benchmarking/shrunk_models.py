@@ -17,7 +17,7 @@ from kernels_ext_npu.inspection import subject
 from kernels_ext_npu.reporting.report import report
 
 SEED = 0
-VOCABULARY = 64  # of what is measured in parts: the embedding is nobody's kernel
+VOCABULARY = 64  # words of a model that is measured call by call: no kernel computes its embedding
 # what --shrink divides, to a multiple of 64: the operators want rows and halves of rows of whole 64 bytes
 WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 HEADS = (

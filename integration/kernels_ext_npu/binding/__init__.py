@@ -1,1 +1,1 @@
-"""What puts a forward, an attribute or an entry of a table in place of another, and takes it out again."""
+"""Bind forwards to modules, patch attributes and entries of tables, and undo both."""

@@ -1,4 +1,4 @@
-"""What a user hands in: a module, and where it computes, also while its weights are elsewhere or not there yet."""
+"""The device that a module computes on, also while its weights are offloaded or not loaded yet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_is_module(function: str, model: object) -> None:
 
 @contextmanager
 def assume_npu_if_meta(model: nn.Module) -> Iterator[bool]:
-    """Say whether a model has no weights yet; if so, its modules count as on the NPU, where they are to be loaded.
+    """Yield whether a model has no weights yet; if so, its modules count as on the NPU, where they will be loaded.
 
     Its parameters are all on meta then, and accelerate has none of them elsewhere. Its buffers need not be on meta:
     accelerate's ``init_empty_weights`` leaves them on the CPU.
@@ -42,8 +42,8 @@ def awaits_weights() -> bool:
     return _without_weights.get()
 
 
-def device_of(module: nn.Module) -> str | None:
-    """Return where a module computes, None if it has no tensors.
+def compute_device(module: nn.Module) -> str | None:
+    """Return the type of device that a module computes on, such as "npu"; None if it has no tensors.
 
     accelerate moves what is offloaded when it is called.
     """
@@ -52,7 +52,7 @@ def device_of(module: nn.Module) -> str | None:
 
 def is_elsewhere(module: nn.Module) -> bool:
     """Tell whether a module computes on another device than the NPU."""
-    return device_of(module) not in ("npu", None)
+    return compute_device(module) not in ("npu", None)
 
 
 def computes_on(tensor: torch.Tensor) -> str:

@@ -31,7 +31,7 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.binding import registration, step_aside
-from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, kernel_name, layer_name, owner_of, package
+from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, forward_owner, kernel_name, layer_name, package
 from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.distribution import kernels_internals
@@ -42,10 +42,7 @@ _NO_HOLDERS = (nn.Module, type, FunctionType, MethodType, functools.partial)  # 
 
 
 def own_forward(module: nn.Module) -> FunctionType | None:
-    """Return the function that computes in the end when a module is called; None where wrappers do not show it.
-
-    It is the forward of its class, or that of a kernel.
-    """
+    """Return the innermost forward of a module, below its wrappers: its class's or a kernel's; None if it is hidden."""
     bound = vars(module).get("forward")
     if bound is None or _is_own(bound, module):  # as all slots would say
         functions = {type(module).forward if bound is None else bound.__func__}
@@ -56,7 +53,7 @@ def own_forward(module: nn.Module) -> FunctionType | None:
 
 
 def put(module: nn.Module, function: Callable) -> bool:
-    """Let a function compute what the forward of a module computed, below all that was put over it.
+    """Put a function in the place of a module's innermost forward, below its wrappers.
 
     Returns:
         Whether it could be put there; if not, nothing has changed.
@@ -70,7 +67,7 @@ def put(module: nn.Module, function: Callable) -> bool:
 
 
 def take_out(module: nn.Module) -> None:
-    """Put what computes without a kernel wherever a module holds the forward of one, or another forward of ours."""
+    """Put back the forward without a kernel, wherever a module holds a kernel's or another one of ours."""
     if wrapper(module) is None:
         vars(module).pop("forward", None)
         return
@@ -81,10 +78,7 @@ def take_out(module: nn.Module) -> None:
 
 
 def wrapper(module: nn.Module) -> str | None:
-    """Return the name of what was put over a module's forward by somebody other than `kernels`.
-
-    It is None where nothing was.
-    """
+    """Return the name of the wrapper that another library put over a module's forward; None if there is none."""
     forward = vars(module).get("forward")
     if forward is None or _is_own(forward, module):
         return None
@@ -92,8 +86,8 @@ def wrapper(module: nn.Module) -> str | None:
 
 
 def refuse_wrapper(module: nn.Module) -> str | None:
-    """Return why a kernel cannot go below what was put over a module's forward; None if it can, or nothing was."""
-    name = None if owner_of(module) is not None else wrapper(module)
+    """Return why a kernel cannot go below the wrapper of a module's forward; None if it can, or there is none."""
+    name = None if forward_owner(module) is not None else wrapper(module)
     if name is None or own_forward(module) is not None:
         return None
     reason = f"another library has wrapped its forward ({name}), and the wrapper must stay"
@@ -101,25 +95,22 @@ def refuse_wrapper(module: nn.Module) -> str | None:
 
 
 def kernel_forward(module: nn.Module) -> FunctionType | None:
-    """Return the function of a loaded kernel that a module's forward is, or would be without wrappers.
-
-    It is None where the forward is another one.
-    """
+    """Return a module's innermost forward if it is that of a loaded kernel; None if it is another one."""
     function = own_forward(module) if "forward" in vars(module) else None
     return function if kernel_name(function) is not None else None
 
 
-def stranger(module: nn.Module) -> str | None:
-    """Return the name of a forward that another library gave a module, or its class, in place of its own."""
+def foreign_forward(module: nn.Module) -> str | None:
+    """Return the qualified name of a forward that another library installed on a module or its class; None of ours."""
     bound = vars(module).get("forward")
     forward = own_forward(module) or (bound.__func__ if isinstance(bound, MethodType) else type(module).forward)
     if not isinstance(forward, FunctionType) or hasattr(forward, OWNER) or kernel_name(forward) is not None:
         return None
-    return foreign(forward, *(base.__module__ for base in type(module).__mro__))
+    return foreign_name(forward, *(base.__module__ for base in type(module).__mro__))
 
 
-def foreign(function: FunctionType, *modules: str) -> str | None:
-    """Return the full name of a function from another library than all these modules; None if it is from one."""
+def foreign_name(function: FunctionType, *modules: str) -> str | None:
+    """Return the qualified name of a function that is from another library than all these modules; None if not."""
     libraries = {module.partition(".")[0] for module in modules}
     if function.__module__.partition(".")[0] in libraries:
         return None
@@ -127,12 +118,12 @@ def foreign(function: FunctionType, *modules: str) -> str | None:
 
 
 def decorates_own(module: nn.Module) -> bool:
-    """Tell whether the forward of an instance names that of its class as what it wraps, as accelerate's in autocast."""
+    """Tell whether ``__wrapped__`` of an instance's forward is that of its class, as under accelerate's autocast."""
     bound, own = vars(module).get("forward"), type(module).forward
     return bound is not None and inspect.unwrap(bound, stop=lambda function: function is own) is own
 
 
-def layer_of(module: nn.Module) -> str | None:
+def bound_layer(module: nn.Module) -> str | None:
     """Return the layer of ours that computes a module, also below wrappers; None if none does."""
     bound = vars(module).get("forward")
     if bound is None:
@@ -141,9 +132,9 @@ def layer_of(module: nn.Module) -> str | None:
     return owner if owner in LAYERS else None
 
 
-def package_of(module: nn.Module) -> Any:
+def bound_package(module: nn.Module) -> Any:
     """Return the package of the kernel of ours that computes a module; None if none does."""
-    return None if layer_of(module) is None else package(own_forward(module))  # type: ignore[arg-type]
+    return None if bound_layer(module) is None else package(own_forward(module))  # type: ignore[arg-type]
 
 
 def install(patches: Patches, serves: Callable[[nn.Module, str], bool]) -> None:
@@ -166,7 +157,7 @@ def _replace_forward(serves: Callable[[nn.Module, str], bool], module: nn.Module
         return  # it is in place
     name = layer_name(forward)
     if layer is type(module):  # there is no kernel for the mark; if that is not ours, a layer of ours may stay
-        ours = None if getattr(layer, "kernel_layer_name", None) in LAYERS else layer_of(module)
+        ours = None if getattr(layer, "kernel_layer_name", None) in LAYERS else bound_layer(module)
         if ours is None or not serves(module, ours):
             put(module, _below_wrappers(module))
     elif name is None:
@@ -174,7 +165,7 @@ def _replace_forward(serves: Callable[[nn.Module, str], bool], module: nn.Module
     elif serves(module, name):
         pattern = find_pattern(type(module))
         holds = None if pattern is None else pattern.holds
-        put(module, step_aside.stepping(forward, _below_wrappers(module), holds))  # type: ignore[arg-type]
+        put(module, step_aside.guarded_forward(forward, _below_wrappers(module), holds))  # type: ignore[arg-type]
 
 
 def _unpickle(original: Callable, module: nn.Module, state: Any) -> None:
@@ -198,7 +189,7 @@ def _is_own(value: Any, module: nn.Module) -> bool:
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[Callable, Callable[[Callable], None]]]:
-    """Find the forwards of a module below its wrappers, each with what puts another function there.
+    """Yield each innermost forward below a module's wrappers, with a function that replaces it there.
 
     Without a wrapper that is the module's own. A copy of a model shares the wrappers of the original, which call the
     original: nothing is found for the copy.
@@ -224,7 +215,7 @@ def _bind(module: nn.Module, function: Callable) -> None:
 
 
 def _held_by(value: Any, module: nn.Module) -> Iterator[tuple[Any, Callable[[MethodType], None]]]:
-    """Give what a wrapper may call, each with what puts another one there."""
+    """Yield what a wrapper may call, each with a function that replaces it there."""
     function = value.func if isinstance(value, functools.partial) else getattr(value, "__func__", value)
     for cell in getattr(function, "__closure__", None) or ():
         if cell != _EMPTY:
@@ -241,7 +232,7 @@ def _held_by(value: Any, module: nn.Module) -> Iterator[tuple[Any, Callable[[Met
 
 
 def _below_wrappers(module: nn.Module) -> Callable:
-    """Return what computes below the wrappers of a module's forward without a kernel.
+    """Return what a module's innermost forward is without a kernel.
 
     A wrapper holds what the class of the module had then, whatever it is given later.
     """

@@ -1,4 +1,4 @@
-"""Whose a forward is: ours, and of which layer or mechanism, or that of another kernel that `kernels` has loaded.
+"""The owner of a forward: a layer or mechanism of ours, another kernel that `kernels` loaded, or somebody else.
 
 Forwards of ours are marked. Nothing else reaches into a loaded package. ``swiglu`` exports `packing`; ``fused_moe``
 exports `blocks` and `gates`.
@@ -15,9 +15,9 @@ from torch import nn
 
 from kernels_ext_npu.catalogue import KERNELS, LAYERS
 
-MATCHED = "_kernels_matched"  # of a forward of ours: what the class of its module computed when it was put there
-OWNER = "_kernels_ext_npu_owner"
-_names: dict[str, str | None] = {}  # of kernels, by the package that `kernels` imported each as; None for any other
+MATCHED = "_kernels_matched"  # attribute of our forwards: the forward of the class when ours was bound
+OWNER = "_kernels_ext_npu_owner"  # attribute of our forwards: the layer or mechanism
+_names: dict[str, str | None] = {}  # package -> name of the kernel that it is of; None of none
 
 
 def kernel_name(forward: Callable | None) -> str | None:
@@ -33,7 +33,7 @@ def kernel_name(forward: Callable | None) -> str | None:
 
 
 def layer_name(forward: Callable | None) -> str | None:
-    """Return the layer of ours that a forward function belongs to; None for a stranger's."""
+    """Return the layer of ours that a forward function belongs to; None for any other function."""
     layer = class_name(forward)
     return layer if layer in LAYERS and kernel_name(forward) in KERNELS else None
 
@@ -54,14 +54,14 @@ def marked(forward: FunctionType, owner: str) -> FunctionType:
     return forward
 
 
-def owner_of(module: nn.Module) -> str | None:
-    """Return what the forward that was put on a module itself is marked with; None if it is not ours."""
+def forward_owner(module: nn.Module) -> str | None:
+    """Return the owner of the forward that is bound to a module; None if it is not ours."""
     return getattr(getattr(vars(module).get("forward"), "__func__", None), OWNER, None)
 
 
 def set_forward(module: nn.Module, forward: FunctionType | None, owner: str) -> None:
-    """Give a module a forward, marked with whose it is, where nobody has; without one take out that of the owner."""
+    """Bind a forward to a module that has none of its own; with None, remove the one that this owner bound."""
     if forward is not None and "forward" not in vars(module):
         module.forward = MethodType(marked(forward, owner), module)  # type: ignore[method-assign]
-    elif forward is None and owner_of(module) == owner:
+    elif forward is None and forward_owner(module) == owner:
         del module.forward

@@ -1,4 +1,4 @@
-"""Changes to objects that are not ours, each of which is taken back by what made it."""
+"""Patches of objects of other libraries, undone by the `Patches` that made them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ABSENT = object()
 
 @dataclass(frozen=True, eq=False)
 class _Change:
-    """A change of an object: of which attribute, none of a mapping, and what takes it back.
+    """One change: the object, its attribute (None in a mapping), and what undoes it.
 
-    What somebody else has changed since is theirs, and is left alone.
+    Where somebody else has changed the value since, undoing leaves it alone.
     """
 
     owner: Callable[[], Any]
@@ -25,7 +25,7 @@ class _Change:
 
 
 class Patches:
-    """Changes to objects that are not ours, in the order in which they were made.
+    """Patches of objects of other libraries, in the order in which they were made.
 
     A class, a module and a mapping are kept alive until ``undo()``; any other object is not, and its changes end with
     it.
@@ -44,7 +44,7 @@ class Patches:
         setattr(owner, name, new)
 
     def note(self, owner: Any, name: str, before: Any, new: Any) -> None:
-        """Remember an attribute that somebody else will set to `new` on our word, to take it back."""
+        """Remember an attribute that other code sets to `new` for us, so that `undo` puts `before` back."""
         found = (lambda: owner) if isinstance(owner, (type, ModuleType)) else weakref.ref(owner)
 
         def undo() -> None:

@@ -1,4 +1,4 @@
-"""The registration of this process: what register() was told, and what belongs to it until unregister()."""
+"""The registration of this process: the arguments of register(), and the state that lives until unregister()."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class Registration:
-    """What register() was told, and what was changed and found since."""
+    """Holds the arguments of register(), and what was changed and found since."""
 
     source: str | Path  # where the kernels come from
-    strict: bool  # whether a model must not keep what a kernel might serve
-    kernels: frozenset[str]  # the repositories that are used
-    # what swaps the kernels into a model that waited for its first call; None if models do not wait
+    strict: bool  # whether a model raises that keeps what a kernel might serve
+    kernels: frozenset[str]  # the repositories that register() was to use
+    # swaps kernels into a model at its first call; None unless register(everywhere=True) was called
     on_first_call: Callable[[nn.Module], None] | None = None
     over_packages: bool = False  # whether kernels go before packages that transformers lets compute its functions
-    patches: Patches = field(default_factory=Patches)  # changes to transformers, `kernels` and what belongs to models
-    functions: dict[FunctionType, nn.Module] = field(default_factory=dict)  # what `kernels` made of functions
-    # the layers of those that have a kernel; and of the modules of a model, None for none, while it is swapped
-    served: dict[nn.Module, str | None] = field(default_factory=dict)
-    # of the repositories that were asked for by more than the names of layers, once they are loaded
+    patches: Patches = field(default_factory=Patches)  # our changes to transformers, `kernels` and models
+    # the module that `kernels` made of each function
+    functions: dict[FunctionType, nn.Module] = field(default_factory=dict)
+    function_layers: dict[nn.Module, str] = field(default_factory=dict)  # which layer serves each of these, if one does
+    # which layer is to serve each module of the model that is being swapped, None for none; empty at other times
+    module_layers: dict[nn.Module, str | None] = field(default_factory=dict)
+    # the packages that were loaded for more than layers, by repository
     packages: dict[str, ModuleType] = field(default_factory=dict)
-    waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # for their first call on the NPU
+    # models whose kernels are swapped in at their first call on the NPU
+    waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
 
 current: Registration | None = None

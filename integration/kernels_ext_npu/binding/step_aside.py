@@ -1,9 +1,9 @@
-"""Forwards of kernels that step aside for what the class of a module computes now, if that is not what was matched.
+"""Forwards of kernels that fall back to the forward of the module's class.
 
-Somebody may give a class another forward at any time, or a module another class. What was bound to a module hides both,
-so it asks, in every call, and of some classes for members that decide what they compute. What the layer does not take,
-such as a list or a tensor of another shape, is refused as the class does it, or computed with a warning. What the
-device refuses, a RuntimeError, is said.
+They do where the class has another forward by now, or the module another class, both of which a bound forward hides;
+where a member that decides what is computed was changed; and for arguments that the layer does not take, such as a list
+or a tensor of another shape, with a warning unless the class refuses them too. A RuntimeError, as a device raises it,
+goes to the caller.
 """
 
 from __future__ import annotations
@@ -19,26 +19,31 @@ from torch import nn
 
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_name, marked
 
-_REFUSALS = (AttributeError, LookupError, TypeError, ValueError)  # of what a layer was not written for
+_REFUSALS = (AttributeError, LookupError, TypeError, ValueError)  # what layers raise for arguments they do not take
 
 
 @functools.cache
-def stepping(forward: FunctionType, matched: FunctionType, holds: Callable[[Any], bool] | None = None) -> FunctionType:
-    """Return the forward of a layer for modules whose class computes what was matched, by the names of its parameters.
+def guarded_forward(
+    forward: FunctionType, matched: FunctionType, holds: Callable[[Any], bool] | None = None
+) -> FunctionType:
+    """Wrap a layer's forward so that it falls back to the class's where that changed, or a guard or the layer refuses.
 
-    What it cannot take, as the class perhaps can, it leaves to the class, and modules of which something does not hold.
+    Args:
+        forward: that of the layer.
+        matched: the forward of the class that was matched, after whose parameters callers name their arguments.
+        holds: the guard, asked of the module in each call; None if there is none.
     """
     parameters = list(inspect.signature(forward).parameters.values())
     if any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):
-        return marked(forward, class_name(forward))  # of a function, whose class nobody knows
+        return marked(forward, class_name(forward))  # a function's layer: its module has no class of transformers
     names = {theirs: ours.name for theirs, ours in zip(inspect.signature(matched).parameters, parameters)}
 
     @functools.wraps(forward)
-    def stepping_aside(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_other = type(self).forward is not matched or (kwargs and not kwargs.keys() <= names.keys())
         if is_other or (holds is not None and not holds(self)):
-            # what was put over the module's forward holds what the class had then, whatever it was given later
-            is_uncovered = getattr(self.__dict__.get("forward"), "__func__", None) is stepping_aside
+            # below a wrapper the class's forward of that time is called, as the wrapper would
+            is_uncovered = getattr(self.__dict__.get("forward"), "__func__", None) is guarded
             return (type(self).forward if is_uncovered else matched)(self, *args, **kwargs)  # type: ignore[arg-type]
         try:
             return forward(self, *args, **({names[n]: value for n, value in kwargs.items()} if kwargs else kwargs))
@@ -49,11 +54,11 @@ def stepping(forward: FunctionType, matched: FunctionType, holds: Callable[[Any]
         warnings.warn(f"{name} computed this without its kernel, which refused it: {refused}", stacklevel=2)
         return result
 
-    setattr(stepping_aside, MATCHED, matched)
-    return marked(stepping_aside, class_name(forward))  # type: ignore[arg-type]
+    setattr(guarded, MATCHED, matched)
+    return marked(guarded, class_name(forward))  # type: ignore[arg-type]
 
 
-def steps_aside(module: nn.Module) -> bool:
-    """Tell whether a module has a forward from here, and its class computes something else now."""
+def is_outdated(module: nn.Module) -> bool:
+    """Tell whether a module has such a forward, and its class has another one than was matched."""
     function = getattr(module.__dict__.get("forward"), "__func__", None)
     return getattr(function, MATCHED, type(module).forward) is not type(module).forward

@@ -1,4 +1,4 @@
-"""What a model notes of the use of kernels, so that it means ours and no others."""
+"""The value of ``model._use_kernels``: true while our kernels are registered, and only then."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FIELD = "_use_kernels"  # what the property `use_kernels` of models reads, and 
 
 
 class WhileRegistered:
-    """What stands in ``model._use_kernels`` where ours were swapped in: true while kernels are registered.
+    """A value that is true while kernels are registered, put into ``model._use_kernels`` of swapped models.
 
     ``train()`` and ``eval()`` look at the kernels of a model for which it is true. With a plain True they would take
     transformers' own from the Hub after unregister(), into copies of the model, too.

@@ -26,8 +26,8 @@ def benchmark(
     kernel: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{', '.join(options.OF_MODELS[:-2])}, layer for whole ones, step for whole models; repeatable, all "
-            "of these by default. Or operators: pairs of calls that compute the same."
+            help=f"{', '.join(options.MODEL_KERNELS[:-2])}, layer for whole ones, step for whole models; repeatable, "
+            "all of these by default. Or operators: pairs of calls that compute the same."
         ),
     ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16 or fp16; repeatable. Both by default.")] = None,
@@ -52,7 +52,7 @@ def benchmark(
     --report. Ends with 0, with 1 if one of our kernels disagreed or failed, with 2 if nothing could be measured.
     """
     names = options.choose("--model", model or [], PUBLISHED, others=True)
-    kernels = options.choose("--kernel", kernel or options.OF_MODELS, options.KERNELS)
+    kernels = options.choose("--kernel", kernel or options.MODEL_KERNELS, options.KERNELS)
     dtypes = options.choose_dtypes(dtype or [])
     check_file("--report", report)
     take_device(needed=True)
@@ -75,8 +75,8 @@ def benchmark(
     if software and report is not None:
         raise RefusedError(f"--report: {call_costs.NO_TIMES}")
     tokens, shrink = tokens or (64 if software else 4096), shrink or (8 if software else 1)
-    of_models = [name for name in kernels if name in options.OF_MODELS]
-    models = [load(name, shrink) for name in names] if of_models else []
+    from_models = [name for name in kernels if name in options.MODEL_KERNELS]
+    models = [load(name, shrink) for name in names] if from_models else []
     shown = console(stderr=as_json)
     if not shown.is_terminal:  # then nothing says how wide it is
         shown.width = max(shown.width, 140)
@@ -89,7 +89,7 @@ def benchmark(
     named = ", ".join(f"{name} {value}" for name, value in versions.items())
     say(shown, f"{device}{shrunk}\n{named}\n{note}\n{agreement.RULE}\n")
     parts = [
-        (each.name, precision, tuple(found), measured_calls.run(each, precision, of_models, tokens, repeats, found))
+        (each.name, precision, tuple(found), measured_calls.run(each, precision, from_models, tokens, repeats, found))
         for each in models
         for precision in dtypes
     ]
@@ -107,7 +107,7 @@ def benchmark(
         if measured:
             results_layout.show(shown, measured, list(providing))
         else:
-            say(shown, f"{name} has nothing of {', '.join(of_models)}")
+            say(shown, f"{name} has nothing of {', '.join(from_models)}")
         if report is not None:  # each time: what comes next may end the process
             head = {"machine": machine, "method": note} | sizes
             head["models"] = [{"name": one.name} | one.sizes() for one in models]

@@ -1,1 +1,1 @@
-"""What of the installed transformers has a kernel."""
+"""Survey which classes and functions of the installed transformers have a kernel."""

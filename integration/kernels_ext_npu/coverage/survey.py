@@ -1,4 +1,4 @@
-"""What of the installed transformers has a kernel, by the kinds of the catalogue, for which model types.
+"""Survey which classes and functions of transformers have a kernel, by kinds of the catalogue and model types.
 
 transformers has a folder for the model types of a family, and says itself which: qwen3_vl, qwen3_vl_text and
 qwen3_vl_vision are in models/qwen3_vl. What is in the files of a folder belongs to all of its types. A model type whose
@@ -133,14 +133,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Row:
-    """What is in a folder of transformers."""
+    """The survey of one folder of transformers."""
 
     folder: Folder  # the folder and its model types
     entries: tuple[Entry, ...]  # what is of a kind that is counted
     parts: tuple[str, ...]  # the model types of other folders that its models are made of, unless a config names others
     missing: dict[str, str]  # why what was not imported was not, by file
 
-    def of(self, repository: Repository) -> list[Entry]:
+    def entries_for(self, repository: Repository) -> list[Entry]:
         """Return what is counted for the kernels of a repository."""
         return [entry for kind in repository.kinds for entry in self.entries if entry.kind == kind.name]
 
@@ -160,8 +160,8 @@ def survey(folders: Sequence[Folder] | None = None, track: Track = iter) -> list
 def entries(module: ModuleType) -> Iterator[Entry]:
     """Find what a modeling file defines that is counted."""
     file = module.__name__.rpartition("modeling_")[2]
-    for cls in classes_of(module):
-        kind, reference = classification.of_class(cls), find_pattern(cls)
+    for cls in classes_in(module):
+        kind, reference = classification.classify_class(cls), find_pattern(cls)
         if kind in (ATTENTION, INDEXERS):
             refuse = classification.attention_refusal if kind is ATTENTION else classification.indexer_refusal
             refusal = refuse(cls)
@@ -173,7 +173,7 @@ def entries(module: ModuleType) -> Iterator[Entry]:
         for method in classification.rotary_methods(cls):
             name = f"{cls.__name__}.{method}"
             yield Entry(ROTARY.name, name, file, None, classification.reason(ROTARY, f"{file}:{name}"))
-    for name, function, kind in functions_of(module):
+    for name, function, kind in functions_in(module):
         found = find_pattern(function)
         reason = None if found else classification.reason(kind, f"{file}:{name}")
         yield Entry(kind.name, name, file, found.layers[0] if found else None, reason)
@@ -186,14 +186,14 @@ def _row(folder: Folder) -> Row:
     return Row(folder, tuple(found), parts(folder), missing)
 
 
-def classes_of(module: ModuleType) -> Iterator[type[nn.Module]]:
+def classes_in(module: ModuleType) -> Iterator[type[nn.Module]]:
     """Find the classes of modules that a file defines."""
     for value in dict.fromkeys(value for value in vars(module).values() if inspect.isclass(value)):
         if issubclass(value, nn.Module) and _is_defined_in(value, module):
             yield value
 
 
-def functions_of(module: ModuleType) -> Iterator[tuple[str, object, Kind]]:
+def functions_in(module: ModuleType) -> Iterator[tuple[str, object, Kind]]:
     """Find the functions of a file that models call and that are counted, each with what it is.
 
     Helpers and what a served function is made of are not among them: the report of a model knows them by what calls
@@ -201,9 +201,9 @@ def functions_of(module: ModuleType) -> Iterator[tuple[str, object, Kind]]:
     """
     named = {n: value for n, value in vars(module).items() if _is_defined_in(original_function(value), module)}
     served = {name for name, value in named.items() if find_pattern(value) is not None}
-    inside = set().union(*(classification.names(original_function(named[name])) for name in served))
+    inside = set().union(*(classification.referenced_names(original_function(named[name])) for name in served))
     for name, value in named.items():
-        kind = classification.of_function(name, value)
+        kind = classification.classify_function(name, value)
         is_part = name in inside or name.startswith(classification.HELPERS)
         if kind is not None and (name in served or not is_part):
             yield name, value, kind

@@ -36,7 +36,7 @@ def whole(rows: Sequence[Row]) -> RenderableType:
     for kernel in kernels:
         cells.add_column(_BREAK.sub("\n", kernel.name), justify="right", no_wrap=True)
     for row in not_empty(rows):
-        cells.add_row(_name(row), *(_cell(row.of(kernel)) for kernel in kernels))
+        cells.add_row(_name(row), *(_cell(row.entries_for(kernel)) for kernel in kernels))
     nothing = Text(f"\n{nothing_to_serve(rows)}\n", style="dim")
     return Group(cells, "", *_unsupported(rows), nothing, _sums(rows), Text(MEANING, style="dim"))
 
@@ -50,12 +50,12 @@ def to_json(rows: Sequence[Row]) -> dict:
     """Return for each model type what is in its folder, what all share, and the sums over everything."""
     return {
         "transformers": transformers.__version__,
-        "kernels": {k.name: _count(entry for row in rows for entry in row.of(k)) for k in SERVING},
-        "kinds": {kind.name: _count(entries_of(rows, kind)) for kind in KINDS},
+        "kernels": {k.name: _count(entry for row in rows for entry in row.entries_for(k)) for k in SERVING},
+        "kinds": {kind.name: _count(entries_by_kind(rows, kind)) for kind in KINDS},
         "model_types": {
             model_type: {
                 "folder": row.folder.name,
-                "kernels": {kernel.name: _count(row.of(kernel)) for kernel in SERVING},
+                "kernels": {kernel.name: _count(row.entries_for(kernel)) for kernel in SERVING},
                 "entries": _entries(row),
                 "with": list(row.parts),
                 "not_imported": row.missing,
@@ -72,7 +72,7 @@ def cell(found: Sequence[Entry]) -> str:
     return f"{sum(entry.layer is not None for entry in found)}/{len(found)}" if found else NOTHING
 
 
-def of_model_types(rows: Sequence[Row]) -> list[Row]:
+def main_rows(rows: Sequence[Row]) -> list[Row]:
     """Return all rows but that of what models of every type share."""
     return [row for row in rows if row.folder.model_types]
 
@@ -83,12 +83,12 @@ def columns(rows: Sequence[Row]) -> list[Repository]:
     Activations belong to all of them, though Bloom has one of its own.
     """
     kernels = [kernel for kernel in SERVING if kernel.kinds != (ACTIVATIONS,)]
-    return [kernel for kernel in kernels if any(row.of(kernel) for row in of_model_types(rows))]
+    return [kernel for kernel in kernels if any(row.entries_for(kernel) for row in main_rows(rows))]
 
 
 def not_empty(rows: Sequence[Row]) -> list[Row]:
     """Return the rows that have something that is counted, in their parts too, or that could not be read."""
-    rows = of_model_types(rows)
+    rows = main_rows(rows)
     found = {row.folder for row in rows if row.entries or row.missing or UNNAMED in row.parts}
     while more := {row.folder for row in rows if _types(found).intersection(row.parts)} - found:
         found |= more
@@ -103,18 +103,18 @@ def nothing_to_serve(rows: Sequence[Row], quote: str = "") -> str:
 
 def counted(rows: Sequence[Row]) -> str:
     """Say how many model types there are."""
-    folders = [row.folder for row in of_model_types(rows)]
+    folders = [row.folder for row in main_rows(rows)]
     return f"{sum(len(folder.model_types) for folder in folders)} model types in {len(folders)} folders"
 
 
 def sums(rows: Sequence[Row]) -> list[list[str]]:
     """Return a row of kernel, kind, served and not served for every kind that transformers has classes of."""
-    kinds_of = [(kernel, kind, entries_of(rows, kind)) for kernel in SERVING for kind in kernel.kinds]
-    counted = [(kernel, kind, _count(found)) for kernel, kind, found in kinds_of if found]
+    kinds = [(kernel, kind, entries_by_kind(rows, kind)) for kernel in SERVING for kind in kernel.kinds]
+    counted = [(kernel, kind, _count(found)) for kernel, kind, found in kinds if found]
     return [[kernel.name, kind.name, str(n["served"]), str(n["kept"])] for kernel, kind, n in counted]
 
 
-def entries_of(rows: Iterable[Row], kind: Kind) -> list[Entry]:
+def entries_by_kind(rows: Iterable[Row], kind: Kind) -> list[Entry]:
     """Return what is counted among a kind."""
     return [entry for row in rows for entry in row.entries if entry.kind == kind.name]
 
@@ -122,7 +122,7 @@ def entries_of(rows: Iterable[Row], kind: Kind) -> list[Entry]:
 def unsupported_by_reason(rows: Iterable[Row], kind: Kind) -> dict[Reason, list[Entry]]:
     """Return what is not served of a kind by its reason, by the code of the reason, and those of most entries first."""
     found: dict[Reason, list[Entry]] = {}
-    for entry in entries_of(rows, kind):
+    for entry in entries_by_kind(rows, kind):
         if entry.reason is not None:
             found.setdefault(entry.reason, []).append(entry)
     return dict(
@@ -130,7 +130,7 @@ def unsupported_by_reason(rows: Iterable[Row], kind: Kind) -> dict[Reason, list[
     )
 
 
-def name_of(entry: Entry) -> str:
+def display_name(entry: Entry) -> str:
     """Return the name of an entry; that of a function has its file before it.
 
     Functions of many files have the same name; classes begin with their architecture's.
@@ -142,7 +142,7 @@ def _entries(row: Row) -> list[dict[str, str | None]]:
     return [
         {"kernel": kernel.name, "kind": e.kind, "name": e.name, "layer": e.layer, "reason": e.reason}
         for kernel in SERVING
-        for e in row.of(kernel)
+        for e in row.entries_for(kernel)
     ]
 
 
@@ -176,7 +176,7 @@ def _unsupported(rows: Sequence[Row]) -> Iterator[RenderableType]:
         shown = Table.grid(padding=(0, 1))
         shown.add_column(justify="right", min_width=4)
         for reason, found in reasons.items():
-            which = ", ".join(sorted(name_of(entry) for entry in found))
+            which = ", ".join(sorted(display_name(entry) for entry in found))
             shown.add_row(str(len(found)), Text.assemble(f"{reason}: ", (which, "dim")))
         yield shown
 
@@ -195,7 +195,7 @@ def _sums(rows: Sequence[Row]) -> Table:
 def _details(row: Row) -> RenderableType:
     shown = _table(f"{', '.join(row.folder.model_types)}: models/{row.folder.name}", "", "class or function", "layer")
     for kernel in SERVING:
-        for entry in row.of(kernel):
+        for entry in row.entries_for(kernel):
             reason = Text(f"not served: {entry.reason}", style="yellow")
             served = Text(entry.layer, style="green") if entry.layer else reason
             shown.add_row(entry.kind, Text(entry.name, overflow="fold"), served)

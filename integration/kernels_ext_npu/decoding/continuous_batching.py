@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.decoding.graphed_forward import GRAPHS, CaptureError, place
-from kernels_ext_npu.swaps.attention.serving import stands_for
+from kernels_ext_npu.swaps.attention.eligibility import serves_config
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 
@@ -68,7 +68,7 @@ def _refuse_heads_of_two_sizes(config: Any) -> None:
 def _switch(original: Callable, manager: Any, model: Any, auto_switch_to_flash: bool = True) -> None:
     """Switch to a flash attention as transformers does by itself: to ours, which takes lengths and makes no masks."""
     before = model.config._attn_implementation
-    if auto_switch_to_flash and model.device.type == "npu" and stands_for(model.config):
+    if auto_switch_to_flash and model.device.type == "npu" and serves_config(model.config):
         model.set_attn_implementation(NPU_FLASH_ATTENTION.name)
         manager._original_attn_impl = before
     original(manager, model, auto_switch_to_flash)

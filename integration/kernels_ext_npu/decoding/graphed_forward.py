@@ -20,10 +20,10 @@ GRAPHS = "NPUGraph"  # the class of graphs in torch.npu; as the backend of a Com
 WARMUPS = 3
 TOKENS = ("input_ids", "decoder_input_ids", "inputs_embeds", "decoder_inputs_embeds")
 # Inputs of a value for each token. Only the last one's is for the step: generate hands on all that there were.
-OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
+TOKEN_INPUTS = ("mm_token_type_ids", "token_type_ids")
 # Steps in a row that no graph serves, since each has other shapes: windows that become full make two kinds of steps.
 MOST_SHAPES = 4
-LOGITS = "logits"  # of an output: `generate` copies them at once
+LOGITS = "logits"  # the field of an output that `generate` copies at once
 
 
 class CaptureError(RuntimeError):
@@ -56,7 +56,7 @@ class GraphedForward:
         if named is None or not _decodes_one_token(inputs):
             return self._model(**inputs)
         name, cache = named
-        inputs |= {name: inputs[name][..., -1:] for name in OF_TOKENS if isinstance(inputs.get(name), Tensor)}
+        inputs |= {name: inputs[name][..., -1:] for name in TOKEN_INPUTS if isinstance(inputs.get(name), Tensor)}
         leaves, tree = pytree.tree_flatten({key: value for key, value in inputs.items() if value is not cache})
         leaves = [_computed(leaf) for leaf in leaves]
         key = id(cache), python_state.phase(cache), tree, tuple(map(_description, leaves))

@@ -19,15 +19,15 @@ from transformers.cache_utils import (
 COUNT = "cumulative_length_int"
 _NESTED = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)
 _PLAIN = (bool, int, float, str, bytes, torch.dtype, torch.device, type(None))
-# of a module: its tensors and children, which are looked at by themselves
-_OF_MODULES = {"_parameters", "_buffers", "_modules"}
+# attributes of a module with its tensors and children, which are walked separately
+_MODULE_MEMBERS = {"_parameters", "_buffers", "_modules"}
 
 
 def snapshot(model: nn.Module, cache: Cache) -> dict[str, object]:
     """Return all that Python keeps in a model and its cache, by name: plain values, and which memory tensors have."""
     found = dict(_values("cache", cache))
     for path, module in model.named_modules(prefix="model"):
-        own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+        own = {name: value for name, value in vars(module).items() if name not in _MODULE_MEMBERS}
         for name, value in (*module._parameters.items(), *module._buffers.items(), *own.items()):
             found.update(_values(f"{path}.{name}", value))
     return found

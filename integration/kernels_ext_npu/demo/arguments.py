@@ -106,7 +106,7 @@ def _require_model(model: str) -> None:
         _end(f"{model} asks you to accept its terms on its page on the Hub, and to log in with `hf auth login`")
     except (errors.RepositoryNotFoundError, errors.EntryNotFoundError):
         _end(f"there is no folder {model}, and no such model on the Hub for you: name another one, or take --tiny")
-    except Exception as error:  # of the network, which has many
+    except Exception as error:  # a network error, of which there are many classes
         reason = re.split(r"\.\s|\.?$", str(error), maxsplit=1)[0]
         _end(f"there is no folder {model}, and the Hub is out of reach ({reason}): name a folder, or take --tiny")
 

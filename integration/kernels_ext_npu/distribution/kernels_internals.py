@@ -1,4 +1,4 @@
-"""What is reached of `kernels` beside its public names: here alone, and what is lost where a release has it no more.
+"""The private names of `kernels` that are used, and what does not work without each: no other file uses any.
 
 A name that was moved is found wherever `kernels` holds it now. Nothing asks for a version.
 """
@@ -82,7 +82,7 @@ def callers(name: str) -> list[ModuleType]:
     return [module for module in _holders(name) if vars(module)[name.rpartition(".")[2]] is function]
 
 
-def take(layers: Mapping[nn.Module, str], mode: Mode) -> None:
+def bind_layers(layers: Mapping[nn.Module, str], mode: Mode) -> None:
     """Let `kernels` take layers for modules, for the NPU, each as if its class were marked for that layer."""
     from kernels import Device, KernelizeFallback, kernelize
 

@@ -1,4 +1,4 @@
-"""What the Hub holds of a kernel repository: the commit of a version, its files, and whether a download is these."""
+"""Look up a published kernel on the Hub: the commit of a version, its files, and whether a download matches them."""
 
 from __future__ import annotations
 

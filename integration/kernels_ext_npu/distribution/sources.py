@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kernels import LayerRepository, LocalLayerRepository
 
 ORGANISATION = "kernels-ext-npu"
-VERSION = 1  # of the kernel repositories' interface, the branch v1 on the Hub
+VERSION = 1  # the version of the kernels' interface: the branch v1 on the Hub
 _SOURCES = 'A source is "bundled", "hub", or the path of a clone of kernels-ext-npu.'
 
 

@@ -1,4 +1,4 @@
-"""What a path may be that is to be verified: a clone, a kernel repository, a build, a variant, or a cache."""
+"""Find the builds to verify under a path: a clone, a kernel repository, a build folder, a variant, or a cache."""
 
 from __future__ import annotations
 

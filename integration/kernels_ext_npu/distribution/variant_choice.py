@@ -1,4 +1,4 @@
-"""Which variant `kernels` takes: on this machine, or on one that is described."""
+"""Decide which variant `kernels` takes, on this machine or on one that is described."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the variants of a kernel repository are what their ``metadata.json`` says.
+"""Check the variants of a kernel repository against their ``metadata.json``.
 
 `kernels` does not check it when it loads one. Everything that is wrong is listed, each with the file that it concerns.
 """
@@ -24,7 +24,7 @@ SIGNATURE = "metadata.json.sigstore"
 
 @dataclass
 class Verified:
-    """What was found in one variant. It is intact where there are no problems."""
+    """The result for one variant, which is intact if there are no problems."""
 
     variant: str
     path: Path

@@ -23,7 +23,7 @@ from kernels_ext_npu.machine.processes import ended_at_an_interrupt
 DISK, TORCH, HUB = 30.0, 60.0, 15.0
 AUTOLOAD, USE, REPOSITORIES = 60.0, 120.0, 30.0
 TRANSFORMERS = 30.0
-HUB_TIMEOUT = 5.0  # of one request
+HUB_TIMEOUT = 5.0  # seconds for one request
 
 
 CHECKS: dict[str, Callable[[Observations], Finding | list[Finding]]] = {
@@ -44,7 +44,7 @@ CHECKS: dict[str, Callable[[Observations], Finding | list[Finding]]] = {
     "publisher": hub_access.publisher,
     "register()": register_effect.register_takes_effect,
 }
-_OF_TINY_MODEL = ("software", "device", "summary", "kept", "difference", "taken")
+_TINY_MODEL_FACTS = ("software", "device", "summary", "kept", "difference", "taken")
 FACTS: dict[str, Callable[[Observations], dict[str, Any]]] = {  # that each finding of a check has, besides its own
     "Python": lambda seen: {"executable": sys.executable, "kernels_ext_npu": __version__, "folder": package_file},
     "torch": lambda seen: {"version": _version(seen, "torch"), "build": seen.torch_build},
@@ -65,7 +65,7 @@ FACTS: dict[str, Callable[[Observations], dict[str, Any]]] = {  # that each find
     },
     "autoload": lambda seen: {python_and_torch.AUTOLOAD: seen.environment.get(python_and_torch.AUTOLOAD, "1")},
     "Hub": hub_access.asked,
-    "register()": lambda seen: {name: seen.use.facts.get(name) for name in _OF_TINY_MODEL} if seen.use else {},
+    "register()": lambda seen: {name: seen.use.facts.get(name) for name in _TINY_MODEL_FACTS} if seen.use else {},
 }
 
 

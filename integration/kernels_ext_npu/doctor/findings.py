@@ -52,7 +52,7 @@ not_checked = partial(Finding, Verdict.NOT_CHECKED)
 class Known(NamedTuple):
     """An error that is known: how it is recognised, what it means, and what to do."""
 
-    pattern: str  # the regular expression that finds it in the text of an exception
+    regex: str  # finds it in the text of an exception
     meaning: str  # why it happens
     advice: str  # what to do
     commands: list[str] | tuple[str, ...] = ()  # what to do, for a shell
@@ -88,7 +88,7 @@ def explain(errors: Iterable[str]) -> Known | None:
             install = f"pip install {PACKAGES.get(module, module)}"
             return Known("", f"the package of the module {match[1]} is missing", "Install it.", (install,))
         for known in KNOWN:
-            if re.search(known.pattern, error):
+            if re.search(known.regex, error):
                 return known
     return None
 

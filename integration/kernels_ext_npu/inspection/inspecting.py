@@ -36,7 +36,7 @@ from kernels_ext_npu.inspection.subject import (
 from kernels_ext_npu.measuring.roofline import Soc
 from kernels_ext_npu.reporting.report import Report
 
-_FIRST = ("forward", GROWING)  # of the phases: what it does not call is remarked
+_FIRST = ("forward", GROWING)  # in this phase modules that are not called are remarked
 ORIGINAL, ALL = "original", "with kernels"
 PHASES = {"forward": "forward, no gradients", "step": "training step: forward and backward"}
 WHOLE = {  # a whole step of training, in its order
@@ -52,7 +52,7 @@ UPDATE = {  # what follows a backward, and is none of the kernels'
 
 
 @dataclass
-class Variant:
+class KernelSet:
     """A model with some of the kernels."""
 
     name: str  # the original, one kernel alone, or with kernels
@@ -63,7 +63,7 @@ class Variant:
 
 @dataclass
 class Inspection:
-    """What an inspection found out about a model."""
+    """The result of inspecting a model."""
 
     subject: Subject  # what was inspected
     inputs: str  # what the model was given, in words
@@ -73,17 +73,17 @@ class Inspection:
     parameters: int  # the number of parameters
     weights: int  # the bytes of the weights that a rank holds
     report: Report  # the modules, and the kernels that serve them
-    variants: list[Variant]  # the original first, all kernels last
+    kernel_sets: list[KernelSet]  # the original first, all kernels last
     remarks: list[str]  # what a reader of the figures has to know
     # what was counted, by the names in the counts of the variants, in words
     phases: dict[str, str] = field(default_factory=lambda: PHASES)
 
     @property
-    def ends(self) -> tuple[Variant, Variant]:
+    def ends(self) -> tuple[KernelSet, KernelSet]:
         """The original, and the model with all kernels."""
-        return self.variants[0], self.variants[-1]
+        return self.kernel_sets[0], self.kernel_sets[-1]
 
-    def of_products(self, phase: str, counts: Counts) -> float | None:
+    def product_ratio(self, phase: str, counts: Counts) -> float | None:
         """Return how many times its products and attention a phase takes, those of the one of the ends with fewer.
 
         A product more than needed counts against who computes it. None where there is none, or none was counted.
@@ -124,7 +124,7 @@ def inspect(
     values, remarks = KnownValues(), list(subject.remarks)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of models, about inputs that mean nothing
+        warnings.simplefilter("ignore")  # models warn about inputs that mean nothing
         advance("building the model")
         with fake:
             model = _build(subject, dtype, values, soc)
@@ -140,34 +140,34 @@ def inspect(
                 described += ", and one more a row"
             if checkpointing:
                 described += _checkpoint(model)
-            variants, report = [], Report([])
+            kernel_sets, report = [], Report([])
             alone = [(f"{name} alone", (name,)) for name in REPOSITORIES] if compare else []
             for name, kernels in [(ORIGINAL, ()), *alone, (ALL, REPOSITORIES)]:
                 with _swapped(model, kernels) as found:
-                    variant = Variant(name)
+                    kernel_set = KernelSet(name)
                     if found is not None:
-                        report, variant.swapped = found, found.summary()
+                        report, kernel_set.swapped = found, found.summary()
                     for phase, title in phases.items():
                         advance(f"{name}: {title}")
                         given = inputs | labels(model, inputs, mesh.cp) if phase in ("step", *WHOLE) else inputs
                         counter = partial(count, phase, model, given, values, soc, axes)
                         with remark.idle(model, remarks if phase in _FIRST and found is None else []):
-                            variant.counts[phase] = _count(model, counter, f"{name}, {phase}", remarks)
-                    variants.append(variant)
+                            kernel_set.counts[phase] = _count(model, counter, f"{name}, {phase}", remarks)
+                    kernel_sets.append(kernel_set)
             weights = weight_bytes(model)
-    counted = [counts for variant in variants for counts in variant.counts.values() if counts is not None]
+    counted = [counts for kernel_set in kernel_sets for counts in kernel_set.counts.values() if counts is not None]
     if not counted:
         raise CannotInspectError(f"{subject.name}: nothing could be counted. " + "; ".join(dict.fromkeys(remarks)))
     unknown = remark.unknown_products({name for each in counted for name in each.launches})
     remarks = [*dict.fromkeys(remarks), *unknown, *remark.not_read(counted)]
-    return Inspection(subject, described, dtype, soc, mesh, size, weights, report, variants, remarks, phases)
+    return Inspection(subject, described, dtype, soc, mesh, size, weights, report, kernel_sets, remarks, phases)
 
 
-def whole(variant: Variant, phases: Collection[str] = tuple(WHOLE)) -> Counts | None:
+def whole(kernel_set: KernelSet, phases: Collection[str] = tuple(WHOLE)) -> Counts | None:
     """Add up the phases of a whole step, or some; the peak is the largest of theirs. None where one was not counted."""
     total = Counts()
     for phase in phases:
-        counts = variant.counts.get(phase)
+        counts = kernel_set.counts.get(phase)
         if counts is None:
             return None
         peak = max(total.peak, counts.peak)
@@ -213,7 +213,7 @@ def _count(model: PreTrainedModel, count: Callable[[], Counts], what: str, remar
     """Count one phase; what cannot be counted is remarked and gives None, and the rest goes on."""
     try:
         return count()
-    except Exception as error:  # of a model's own code, with inputs that it was not made for
+    except Exception as error:  # raised by a model's own code, for inputs that it was not made for
         why = f"ended in {type(error).__name__}: {first_line(error)}"
         if isinstance(error, UnknownValueError):
             why = (

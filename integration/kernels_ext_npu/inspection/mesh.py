@@ -37,7 +37,7 @@ class Mesh:
     ep: int = 1  # ranks that share the experts
     # ranks, or groups of tp of them, with batches of their own, which gather each weight when they need it
     fsdp: int = 1
-    cp: int = 1  # of the ranks that shard weights, how many share each row, as torch's context_parallel splits it
+    cp: int = 1  # how many of the ranks that shard weights split each sequence, as torch's context_parallel does
 
     @property
     def ranks(self) -> int:

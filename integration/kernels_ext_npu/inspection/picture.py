@@ -26,7 +26,7 @@ from kernels_ext_npu.inspection.inspecting import ALL, ORIGINAL, UPDATE, Inspect
 
 _SHOWN = 9  # operators
 BEFORE, AFTER = "#b0b7c3", "#c7000b"
-_WORTH_SAYING = 1.05  # of a factor
+_WORTH_SAYING = 1.05  # the least factor that is told
 _LONG, _LONGEST = 26, 50  # letters of an operator that is written on two lines, and of a model's name or path
 _SMALL, _MEDIUM, _LARGE = 13, 15, 21
 NOTE = "counted on fake tensors, not measured on hardware · kernels-ext-npu inspect"
@@ -50,19 +50,21 @@ def draw(inspection: Inspection) -> Figure:
 
     Where a whole step was counted, what clipping and the optimizer cost is drawn beside it.
     """
-    phase = next(p for p in ("step", "forward") if all(variant.counts[p] for variant in inspection.ends))
-    before, after = pair = tuple(counts for variant in inspection.ends if (counts := variant.counts[phase]) is not None)
+    phase = next(p for p in ("step", "forward") if all(kernel_set.counts[p] for kernel_set in inspection.ends))
+    before, after = pair = tuple(
+        counts for kernel_set in inspection.ends if (counts := kernel_set.counts[phase]) is not None
+    )
     work = "a training step" if phase == "step" else "a forward"
     rows = [("forward and\nbackward" if phase == "step" else "forward", pair)]
-    one, other = (whole(variant, UPDATE) for variant in inspection.ends)  # what follows a backward
+    one, other = (whole(kernel_set, UPDATE) for kernel_set in inspection.ends)  # what follows a backward
     if one is not None and other is not None:
         rows.append(("clipping and\noptimizer", (one, other)))
     layout = ConstrainedLayoutEngine(rect=(0.01, 0.04, 0.98, 0.78), h_pad=0.15, w_pad=0.15)
     figure = plt.figure(figsize=(16, 9), dpi=120, layout=layout)
     grid = figure.add_gridspec(2, 1, height_ratios=(1, 2))
     panels: Any = grid[0].subgridspec(1, len(_MEASURES)).subplots(sharey=True)
-    for axes, (title, _, of) in zip(panels, _MEASURES):
-        _draw_pairs(axes, [(label, of(one), of(other)) for label, (one, other) in rows])
+    for axes, (title, _, measure) in zip(panels, _MEASURES):
+        _draw_pairs(axes, [(label, measure(one), measure(other)) for label, (one, other) in rows])
         axes.set_title(title, fontsize=_MEDIUM, fontweight="bold")
     operators: Any = grid[1].subgridspec(1, 2).subplots()
     _draw_operators(operators[0], "launches", before.launches, after.launches, 1)
@@ -79,8 +81,8 @@ def draw(inspection: Inspection) -> Figure:
 def result(before: Counts, after: Counts) -> str:
     """Say in words what kernels change, such as "15 × fewer launches, 2.0 × fewer bytes moved"."""
     said = []
-    for _, less, of in _MEASURES[:3]:
-        one, other = of(before), of(after)
+    for _, less, measure in _MEASURES[:3]:
+        one, other = measure(before), measure(after)
         factor = one / other if other else 1.0
         if factor >= _WORTH_SAYING:
             said.append(f"{_factor(factor)} × {less}")
@@ -95,7 +97,7 @@ def _said(inspection: Inspection, pair: Sequence[Counts], update: Counts | None)
     waits = " → ".join(str(counts.waits) for counts in pair)
     said = f"{inspection.inputs} in {str(inspection.dtype).removeprefix('torch.')}. The host waits {waits} times."
     if update is not None:
-        launches, moved, peak = (_number(of(update)) for _, _, of in _MEASURES[:3])
+        launches, moved, peak = (_number(measure(update)) for _, _, measure in _MEASURES[:3])
         said += (
             f"\nClipping and AdamW, in lists, add {launches} launches and {moved} GB moved to both, and hold {peak} GB "
             "in lists of their own, once all activations are gone."
@@ -125,11 +127,11 @@ def _draw_pairs(axes: Axes, rows: Sequence[tuple[str, float, float]], in_one: bo
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_operators(axes: Axes, what: str, before: Counter[str], after: Counter[str], unit: float) -> None:
+def _draw_operators(axes: Axes, what: str, before: Counter[str], after: Counter[str], scale: float) -> None:
     """Draw what the operators that count most do before and after, and all others together."""
     most = Counter({name: max(before[name], after[name]) for name in before | after}).most_common(_SHOWN)
-    rows = [(_folded(name.strip("_")), before[name] / unit, after[name] / unit) for name, _ in most]
-    rest = [(counts.total() - sum(counts[name] for name, _ in most)) / unit for counts in (before, after)]
+    rows = [(_folded(name.strip("_")), before[name] / scale, after[name] / scale) for name, _ in most]
+    rest = [(counts.total() - sum(counts[name] for name, _ in most)) / scale for counts in (before, after)]
     _draw_pairs(axes, [*rows, ("all others", rest[0], rest[1])], in_one=True)
     axes.set_title(f"{what} by operator", fontsize=_MEDIUM, fontweight="bold")
 

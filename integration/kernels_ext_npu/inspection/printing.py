@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.inspection.counting.phases import DECODING, STATIC, replays
-from kernels_ext_npu.inspection.inspecting import UPDATE, WHOLE, Inspection, Variant, whole
+from kernels_ext_npu.inspection.inspecting import UPDATE, WHOLE, Inspection, KernelSet, whole
 from kernels_ext_npu.inspection.mesh import ONE
 from kernels_ext_npu.measuring import roofline
 
@@ -77,7 +77,7 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "remarks": inspection.remarks,
         "modules": inspection.report.as_list(),
         "projections": inspection.report.projections_as_list(),
-        "variants": [_variant_as_json(inspection, variant) for variant in inspection.variants],
+        "variants": [_kernel_set_as_json(inspection, kernel_set) for kernel_set in inspection.kernel_sets],
         "estimate": {
             "what": "a roofline: the least time from published peak figures, not a measurement",
             "of_products": "in proportion to products and attention alone, of the original or with kernels",
@@ -88,8 +88,8 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
     }
 
 
-def _variant_as_json(inspection: Inspection, variant: Variant) -> dict[str, Any]:
-    counted = variant.counts | ({"whole_step": whole(variant)} if "optimizer" in variant.counts else {})
+def _kernel_set_as_json(inspection: Inspection, kernel_set: KernelSet) -> dict[str, Any]:
+    counted = kernel_set.counts | ({"whole_step": whole(kernel_set)} if "optimizer" in kernel_set.counts else {})
     phases: dict[str, Any] = {}
     for phase, counts in counted.items():
         if counts is None:
@@ -110,10 +110,10 @@ def _variant_as_json(inspection: Inspection, variant: Variant) -> dict[str, Any]
             for name, count in counts.launches.most_common()
             if count
         }
-        ratio = {"estimate_of_products": inspection.of_products(phase, counts)}
+        ratio = {"estimate_of_products": inspection.product_ratio(phase, counts)}
         graphs = {"graph_replays": replays(phase, counts)} if phase in DECODING else {}
         phases[phase] = _sums(counts) | ratio | graphs | {"operators": operators, "layers": layers}
-    return {"name": variant.name, "swapped": variant.swapped} | phases
+    return {"name": kernel_set.name, "swapped": kernel_set.swapped} | phases
 
 
 def _sums(counts: Counts) -> dict[str, Any]:
@@ -151,22 +151,22 @@ def _table(inspection: Inspection, phase: str, title: str, narrow: bool) -> Tabl
     """Make a table of a phase: the variants, their proportions, and a layer of each kind."""
     decodes = phase in DECODING
     table = _new_table(title, (*_HEADINGS, *["replays"] * decodes), narrow, title_style="bold")
-    for variant in inspection.variants:
-        counts = variant.counts[phase]
+    for kernel_set in inspection.kernel_sets:
+        counts = kernel_set.counts[phase]
         graphs = [str(replays(phase, counts))] if decodes and counts is not None else []
-        table.add_row(variant.name, *_cells(counts), *graphs)
-    before, after = (variant.counts[phase] for variant in inspection.ends)
+        table.add_row(kernel_set.name, *_cells(counts), *graphs)
+    before, after = (kernel_set.counts[phase] for kernel_set in inspection.ends)
     table.add_section()
     if before is not None and after is not None:
         ratios = [f"{mine / other:.2f}" if other else "" for mine, other in zip(_figures(after), _figures(before))]
         table.add_row("of the original", *ratios, style="bold")
-        if (ratio := inspection.of_products(phase, after)) is not None:
+        if (ratio := inspection.product_ratio(phase, after)) is not None:
             table.add_row("of products", *[""] * (len(_HEADINGS) - 1), f"{ratio:.2f}", style="bold")
     for title, *pair in _layers(before, after):
         table.add_section()
         table.add_row(title)
-        for variant, counts in zip(inspection.ends, pair):
-            table.add_row(f"  {variant.name}", *_cells(counts))
+        for kernel_set, counts in zip(inspection.ends, pair):
+            table.add_row(f"  {kernel_set.name}", *_cells(counts))
     table.caption = _on_ai_cpu(inspection, phase)
     return table
 
@@ -174,8 +174,8 @@ def _table(inspection: Inspection, phase: str, title: str, narrow: bool) -> Tabl
 def _whole(inspection: Inspection, narrow: bool) -> Table:
     """Make a table of the phases of a whole step, and of all of them."""
     table = _new_table("a whole step", _HEADINGS, narrow, title_style="bold")
-    counted = {title: [variant.counts[phase] for variant in inspection.ends] for phase, title in WHOLE.items()}
-    for title, pair in (counted | {"all": [whole(variant) for variant in inspection.ends]}).items():
+    counted = {title: [kernel_set.counts[phase] for kernel_set in inspection.ends] for phase, title in WHOLE.items()}
+    for title, pair in (counted | {"all": [whole(kernel_set) for kernel_set in inspection.ends]}).items():
         if title == "all":
             table.add_section()
         cells = zip(*map(_cells, pair))
@@ -189,10 +189,10 @@ def _whole(inspection: Inspection, narrow: bool) -> Table:
 def _on_ai_cpu(inspection: Inspection, phase: str) -> str | None:
     """Say which launches are far longer than what is estimated for them."""
     said = []
-    for variant in inspection.variants:
-        counts = variant.counts[phase]
+    for kernel_set in inspection.kernel_sets:
+        counts = kernel_set.counts[phase]
         names = [f"{number:,} {name}" for name, number in counts.on_ai_cpu.items() if number] if counts else []
-        said += [f"{variant.name}: {', '.join(names)}"] * bool(names)
+        said += [f"{kernel_set.name}: {', '.join(names)}"] * bool(names)
     words = "On the AI CPU, a few scalar cores, for which the estimate is far too low"
     return f"{words}: {'; '.join(said)}." if said else None
 
@@ -200,7 +200,7 @@ def _on_ai_cpu(inspection: Inspection, phase: str) -> str | None:
 def _collectives(inspection: Inspection, phase: str) -> Table:
     """Make a table of what ranks send each other; it has two figures where the kernels change one."""
     table = _new_table("collectives", ("ranks", "calls", "GB"))
-    before, after = (variant.counts[phase] for variant in inspection.ends)
+    before, after = (kernel_set.counts[phase] for kernel_set in inspection.ends)
     if before is None or after is None:
         table.add_row("not counted")
         return table

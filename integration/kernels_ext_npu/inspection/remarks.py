@@ -14,8 +14,8 @@ from torch import nn
 from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.measuring.products import is_unknown
 
-_WORTH_IT = 0.01  # of all parameters
-_NOT_READ = 0.03  # of all bytes
+_WORTH_IT = 0.01  # the least share of all parameters that is told
+_NOT_READ = 0.03  # the least share of all bytes
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""What a user calls: one file an act, and the one sequence by which kernels get into a model."""
+"""The functions that users call, and the one sequence by which kernels get into a model."""

@@ -1,4 +1,4 @@
-"""The one sequence by which kernels get into a model: mark, let `kernels` take what is marked, finish.
+"""The one sequence by which kernels get into a model: mark classes, let `kernels` bind their layers, apply the rest.
 
 `from_pretrained(use_kernels=True)`, `kernelize(model)` and the first call of a model that waited all go through it.
 """
@@ -25,14 +25,14 @@ logger = logging.getLogger("kernels_ext_npu")
 _AT_MOST = 20  # rows in an error
 
 
-def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mode], None]) -> None:
+def run(model: nn.Module, mode: kernels.Mode | None, bind_layers: Callable[[kernels.Mode], None]) -> None:
     """Swap the registered kernels into a model.
 
     Args:
         model: one that computes on the NPU, or has no weights yet (see assume_npu_if_meta), or is to take what
             other devices have.
         mode: by default training or inference, as the model is.
-        take: lets `kernels` take what is marked, from transformers' table.
+        bind_layers: lets `kernels` bind layers to marked classes, by transformers' mapping.
 
     Raises:
         RuntimeError: register(strict=True) was called, and the model keeps what a kernel might serve.
@@ -44,7 +44,7 @@ def run(model: nn.Module, mode: kernels.Mode | None, take: Callable[[kernels.Mod
     by_class: dict[type[nn.Module], list[nn.Module]] = {}
     for module in model.modules():
         by_class.setdefault(type(module), []).append(module)
-    swapping = Swapping(active, mode, take, by_class)
+    swapping = Swapping(active, mode, bind_layers, by_class)
     for swap in SWAPS:
         swap.apply(model, swapping)
     if active.strict:
@@ -59,13 +59,13 @@ def swap_in(model: nn.Module, mode: kernels.Mode | None = None) -> None:
     """
     registration.restored.difference_update(model.modules())
 
-    def take(mode: kernels.Mode) -> None:
-        take_for_npu(model, mode)
+    def bind_layers(mode: kernels.Mode) -> None:
+        bind_layers_on_npu(model, mode)
         for pretrained in outermost(model):  # whose train() and eval() swap kernels again
             was_asked = use_kernels_flag.is_noted(pretrained) and not use_kernels_flag.is_for_npu_only(pretrained)
             use_kernels_flag.note(pretrained, was_asked)
 
-    run(model, mode, take)
+    run(model, mode, bind_layers)
 
 
 def swap_in_at_first_call(model: nn.Module) -> None:
@@ -76,8 +76,8 @@ def swap_in_at_first_call(model: nn.Module) -> None:
     logger.log(level, "kernels-ext-npu: %s at its first forward:\n%s", type(model).__name__, report(model))
 
 
-def take_for_npu(model: nn.Module, mode: kernels.Mode) -> None:
-    """Let `kernels` take what is marked, for the NPU, from transformers' table as it is now."""
+def bind_layers_on_npu(model: nn.Module, mode: kernels.Mode) -> None:
+    """Let `kernels` bind layers to marked classes for the NPU, by transformers' mapping as it is now."""
     register_kernel_mapping_transformers()
     kernels.kernelize(model, mode=mode, device="npu", use_fallback=kernels.KernelizeFallback.ALL)
 

@@ -13,7 +13,7 @@ from kernels_ext_npu.distribution import kernels_internals
 if TYPE_CHECKING:
     from torch import nn
 
-BACKEND = "hccl"  # of torch.distributed on NPUs; no release of transformers up to 5.22 knows it
+BACKEND = "hccl"  # the backend of torch.distributed on NPUs, which transformers up to 5.22 does not know
 
 
 def register(

@@ -1,4 +1,4 @@
-"""What ``use_kernels=True`` does while kernels are registered."""
+"""Let ``use_kernels=True`` and ``set_use_kernels`` swap our kernels while they are registered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels import Mode
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.binding import registration, use_kernels_flag
-from kernels_ext_npu.binding.devices import assume_npu_if_meta, device_of
+from kernels_ext_npu.binding.devices import assume_npu_if_meta, compute_device
 from kernels_ext_npu.binding.patches import Patches
 
 
@@ -31,7 +31,7 @@ def _set_use_kernels(original: Callable, model: Any, use_kernels: bool, *args: A
         registration.restored.difference_update(model.modules())
     with assume_npu_if_meta(model) as without_weights:
         is_here = model.device.type == "npu"
-        is_offloaded = not is_here and not without_weights and device_of(model) == "npu"
+        is_offloaded = not is_here and not without_weights and compute_device(model) == "npu"
         is_away = not (is_here or is_offloaded or without_weights)
         is_for_npu_only = use_kernels_flag.is_for_npu_only(model)
         if is_away and not is_for_npu_only:
@@ -43,7 +43,7 @@ def _set_use_kernels(original: Callable, model: Any, use_kernels: bool, *args: A
             )
         has_config = model.kernel_config is not None or given.get("kernel_config") is not None
 
-        def take(mode: Mode) -> None:
+        def bind_layers(mode: Mode) -> None:
             if is_away and is_for_npu_only:  # nobody has asked for kernels of other devices
                 return
             waits = is_offloaded or without_weights  # transformers would take kernels for the CPU, or for meta
@@ -51,6 +51,6 @@ def _set_use_kernels(original: Callable, model: Any, use_kernels: bool, *args: A
                 original(model, use_kernels, *args, **kwargs)
             use_kernels_flag.note(model, was_asked=not is_for_npu_only)
             if waits:
-                pipeline.take_for_npu(model, mode)
+                pipeline.bind_layers_on_npu(model, mode)
 
-        pipeline.run(model, given.get("mode"), take)
+        pipeline.run(model, given.get("mode"), bind_layers)

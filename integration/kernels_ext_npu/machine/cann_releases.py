@@ -19,11 +19,11 @@ class Limit:
     since: Release  # the first one without the limit
     before: str  # what the others do, behind their name
     then: str  # what the first one without it does
-    of: tuple[Release, Release] | None = None  # the first that does so, and the next that does not; None for all before
+    span: tuple[Release, Release] | None = None  # the first release with the limit, and the next without; None: all
 
     def holds(self, release: Release) -> bool:
         """Tell whether a release has the limit."""
-        first, end = self.of or (UNREADABLE, self.since)
+        first, end = self.span or (UNREADABLE, self.since)
         return first <= release < end
 
 
@@ -42,7 +42,7 @@ ROTATED_IN_8_5 = Limit((9, 0), "rotates up to 53 heads of 128 of a token togethe
 LIMITS = tuple(value for value in list(globals().values()) if isinstance(value, Limit))
 
 
-def release_of(version: str | None) -> Release:
+def parse_release(version: str | None) -> Release:
     """Return major and minor of a version such as ``8.2.RC1``; UNREADABLE where there is none to read."""
     found = re.match(r"(\d+)\.(\d+)", version or "")
     return (int(found[1]), int(found[2])) if found else UNREADABLE

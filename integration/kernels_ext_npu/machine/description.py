@@ -77,10 +77,10 @@ def signs(root: Path) -> dict[str, Any]:
 def installed_cann() -> list[dict[str, Any]]:
     """Find the releases of CANN where its installers put them: for root, for a user, and in an environment of conda."""
     roots = Path("/usr/local/Ascend"), Path(os.path.expanduser("~/Ascend")), Path(sys.prefix) / "Ascend"
-    patterns = ("ascend-toolkit/*", "cann", "cann-*", "latest", "nnae/*")
+    globs = ("ascend-toolkit/*", "cann", "cann-*", "latest", "nnae/*")
     found = []
     for root in roots:
-        homes = {home.resolve() for pattern in patterns for home in root.glob(pattern) if os.path.isdir(home)}
+        homes = {home.resolve() for each in globs for home in root.glob(each) if os.path.isdir(home)}
         found += [describe_cann(home, deep=False) for home in sorted(homes)]
     return [place for place in found if place["version"] is not None]
 

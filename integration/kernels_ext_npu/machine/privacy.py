@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-FORMAT = 1  # of the JSON of a report
+FORMAT = 1  # the version of a report's JSON
 HIDDEN = "***"
 _URLS = ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")
 _NAME = re.compile(

@@ -1,1 +1,1 @@
-"""Which class or function computes what a kernel computes, and what it is where none does."""
+"""Match classes and functions of transformers with patterns, and classify those that match none."""

@@ -1,4 +1,4 @@
-"""What a class, a module or a function of transformers is, which decides what it is counted among.
+"""Classify classes, modules and functions of transformers into the kinds of the catalogue.
 
 One classifier for the coverage, which sees classes, and for the report of a model, which sees modules.
 """
@@ -22,13 +22,13 @@ from kernels_ext_npu import catalogue
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, Kind
 from kernels_ext_npu.matching.decorated import is_kernel_function, original_function
 from kernels_ext_npu.matching.fingerprint import computes_as
-from kernels_ext_npu.matching.indexer_scan import chooser
+from kernels_ext_npu.matching.indexer_scan import indexer_rewriter
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.matching.source_tree import function_tree
 from kernels_ext_npu.reasons import Reason
 
 COUNTED = "5.24.0"  # the newest release of transformers that is supported, which unsupported.json is about
-# of reasons why nothing serves what looks as if it could be served
+# the codes of reasons why no kernel serves a class that looks like one of a kind
 CODES = ("device limit", "no operator", "needs a value on the host", "changes semantics", "unknown")
 
 
@@ -55,12 +55,16 @@ _NAMES = {
     catalogue.COMPRESSORS: re.compile("Compressor$"),
     catalogue.FORGET_GATES: re.compile("ForgetGate$"),
 }
-_GATE_NAMES = re.compile("Gate$|Gating$")  # of routers, if they choose some
+_ROUTING_NAMES = re.compile("Gate$|Gating$")  # routers, if they have a top_k
 _ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: counted is what takes several
 _ACTIVATIONS = re.compile(r"act|silu|gelu|swish")
 _METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
 _ROTATING_NAMES = re.compile("rotary|rope|rotate")
-HELPERS = ("rotate_half", "rotate_every_two", "rotate_pairwise")  # of those that rotate: no model calls them
+HELPERS = (
+    "rotate_half",
+    "rotate_every_two",
+    "rotate_pairwise",
+)  # helpers of rotary functions: no model calls them
 # what transformers calls the functions of linear attention and state space models in its table of kernels
 _LINEAR_NAMES = re.compile(r"(causal_conv1d|mamba|selective)_\w+|(chunk|fused_recurrent)_(gated_delta_rule|kda)")
 _ATTENTION_BY_NAME = {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"}
@@ -77,10 +81,10 @@ _GATED = (
 )
 
 
-def of_class(cls: type[nn.Module]) -> Kind | None:
-    """Return what a class is: by what it computes where a kernel serves it, and otherwise by its mark and its name.
+def classify_class(cls: type[nn.Module]) -> Kind | None:
+    """Return the kind of a class: by its pattern, if it has one, otherwise by its mark and its name.
 
-    What is called an MLP also has to have a gate in its forward. A convolution is nothing: an instance may be one.
+    A class that is called an MLP counts only with a gate in its forward. Convolutions have a kind by instance only.
     """
     pattern, name = find_pattern(cls), cls.__name__
     if pattern is not None:
@@ -97,12 +101,12 @@ def of_class(cls: type[nn.Module]) -> Kind | None:
     return catalogue.ATTENTION if attends(cls) else None
 
 
-def of_module(module: nn.Module) -> Kind | None:
-    """Return what a module is: what its class is, or what its members show.
+def classify_module(module: nn.Module) -> Kind | None:
+    """Return the kind of a module: that of its class, or what its submodules show.
 
-    Norms of any other sort count among the norms, so that nothing that is called one goes unmentioned.
+    Norms of any other sort count among the norms, so that every module called one is in the report.
     """
-    kind = of_class(type(module))
+    kind = classify_class(type(module))
     if kind is not None:
         return kind
     pattern = find_pattern(type(module))
@@ -111,7 +115,7 @@ def of_module(module: nn.Module) -> Kind | None:
     name = type(module).__name__
     if "norm" in name.lower() and not any(module.children()):
         return catalogue.NORMS
-    if _GATE_NAMES.search(name) and hasattr(module, "top_k"):
+    if _ROUTING_NAMES.search(name) and hasattr(module, "top_k"):
         return catalogue.ROUTERS
     return catalogue.MLPS if has_gated_projections(module) else None
 
@@ -124,7 +128,7 @@ def has_gated_projections(module: nn.Module) -> bool:
 
 def calls_attention_by_name(cls: type[nn.Module]) -> bool:
     """Tell whether the forward of a class calls the attention that its config names."""
-    return names(inspect.unwrap(cls.forward)) >= _ATTENTION_BY_NAME
+    return referenced_names(inspect.unwrap(cls.forward)) >= _ATTENTION_BY_NAME
 
 
 def attends(cls: type[nn.Module]) -> bool:
@@ -133,9 +137,9 @@ def attends(cls: type[nn.Module]) -> bool:
         return True
     if not _ATTENTION_NAMES.search(cls.__name__) or _OTHER_ATTENTION.search(cls.__name__):
         return False
-    used = names(inspect.unwrap(cls.forward))
+    used = referenced_names(inspect.unwrap(cls.forward))
     helpers = [inspect.unwrap(value) for name, value in vars(cls).items() if name in used and callable(value)]
-    return any(each & _SOFTMAX for each in (used, *map(names, helpers)))
+    return any(each & _SOFTMAX for each in (used, *map(referenced_names, helpers)))
 
 
 def attends_by_itself(cls: type[nn.Module]) -> bool:
@@ -162,14 +166,14 @@ def attention_refusal(cls: type[nn.Module]) -> Reason | None:
 
 
 def indexer_refusal(cls: type[nn.Module]) -> Reason | None:
-    """Return why keys are not chosen in parts where an indexer of a class chooses them; None where they are."""
-    return None if chooser(cls) is not None else reason(catalogue.INDEXERS, cls.__name__)
+    """Return why the kernel does not compute the scores of a class of indexers in parts; None where it does."""
+    return None if indexer_rewriter(cls) is not None else reason(catalogue.INDEXERS, cls.__name__)
 
 
-def of_function(name: str, function: object) -> Kind | None:
-    """Return what a function is, also under what `kernels` made of it, by the name that its file has for it.
+def classify_function(name: str, function: object) -> Kind | None:
+    """Return the kind of a function, or of the module that `kernels` made of one, by the name in its file.
 
-    It is told by what it computes, by what transformers decorated it for, or by names of it and of its helpers.
+    It is known by its pattern, by transformers' decorator, or by its name and those of its helpers.
     """
     original = original_function(function)
     if original is None:
@@ -181,7 +185,7 @@ def of_function(name: str, function: object) -> Kind | None:
         if "rotary" in layer.lower():
             return catalogue.ROTARY
         return catalogue.LINEAR_ATTENTION if _LINEAR_NAMES.fullmatch(layer) else None
-    used = names(original)
+    used = referenced_names(original)
     if not _ROTATING_NAMES.search(name) and not [callee for callee in used if callee.startswith("rotate")]:
         return None
     # one that leaves the rotation to a function that has a kernel does not rotate
@@ -189,9 +193,9 @@ def of_function(name: str, function: object) -> Kind | None:
     return None if any(map(find_pattern, called)) else catalogue.ROTARY
 
 
-def names(function: Any) -> AbstractSet[str]:
+def referenced_names(function: Any) -> AbstractSet[str]:
     """Return the attributes and global names that a function uses; none of anything else."""
-    return _names(function.__code__) if isinstance(function, FunctionType) else frozenset()
+    return _code_names(function.__code__) if isinstance(function, FunctionType) else frozenset()
 
 
 def rotary_methods(cls: type[nn.Module]) -> list[str]:
@@ -205,13 +209,13 @@ def reason(kind: Kind, name: str) -> Reason:
     return UNSUPPORTED.get(kind.name, {}).get(name, UNKNOWN)
 
 
-def text_of(reason: Reason) -> str:
-    """Return the sentence of one of these reasons without its code."""
+def without_code(reason: Reason) -> str:
+    """Return the sentence of a reason without the code in front of it."""
     return reason.removeprefix(f"{reason.code}: ")
 
 
 def _looks_gated(cls: type[nn.Module]) -> bool:
-    """Tell whether a forward activates, and multiplies."""
+    """Tell whether a forward has an activation and a product."""
     forward = inspect.unwrap(cls.forward)
     tree = function_tree(forward) if isinstance(forward, FunctionType) else None
     if tree is None or not _ACTIVATIONS.search(ast.unparse(tree)):
@@ -220,6 +224,6 @@ def _looks_gated(cls: type[nn.Module]) -> bool:
 
 
 @functools.cache
-def _names(code: CodeType) -> frozenset[str]:
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+def _code_names(code: CodeType) -> frozenset[str]:
+    inner = [_code_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return frozenset(code.co_names).union(*inner)

@@ -1,4 +1,4 @@
-"""What stands under the modules that `kernels` makes of functions."""
+"""Find the function inside a module that `kernels` made of it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def package_function(function: object) -> Any:
     return held["implementation"] if held.get("is_new_implementation") else None
 
 
-def decorators_of(function: object) -> tuple[str, ...]:
+def allowed_decorators(function: object) -> tuple[str, ...]:
     """Return the decorators that may stand above a function in its source."""
     if not is_kernel_function(function):
         return ("staticmethod",)  # those of a torch.autograd.Function are

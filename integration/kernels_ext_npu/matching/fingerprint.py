@@ -1,4 +1,4 @@
-"""What a forward or a function computes, as a text that is equal where the syntax trees are.
+"""Fingerprints: a text of a forward or a function that is equal where the normalised syntax trees are.
 
 Compared is the function together with the methods of its class and the functions of its file that it calls, without
 docstrings, annotations, the names of local variables and of helpers, and a name for what could be returned at once.
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from kernels_ext_npu.matching.decorated import decorators_of, original_function
+from kernels_ext_npu.matching.decorated import allowed_decorators, original_function
 from kernels_ext_npu.matching.source_tree import function_tree
 from kernels_ext_npu.transformers_internals import NO_GRAD, RENAMES, cells, undecorated
 
@@ -30,17 +30,17 @@ _NOT_COMPARED = {"recomposition_frequencies", "_gaussian_topk", "apply_group_sco
 
 
 def fingerprint(what: object, with_gradients: bool = True) -> str | None:
-    """Return a text that is equal for classes whose forwards, and for functions that do the same in the same words.
+    """Return the fingerprint of a class's forward, or of a function: equal where the code is the same.
 
     It is None if the source cannot be read.
 
     Args:
         what: a class, a function, or the module that `kernels` made of one.
-        with_gradients: whether those under ``torch.no_grad`` differ from others.
+        with_gradients: whether a decorator ``torch.no_grad`` counts.
     """
     if not isinstance(what, type):
         original = original_function(what)
-        return None if original is None else _fingerprint(original, decorators_of(what), None, with_gradients)
+        return None if original is None else _fingerprint(original, allowed_decorators(what), None, with_gradients)
     if is_experts_class(what):
         return "use_experts_implementation"
     forward = getattr(what, "forward", None)
@@ -50,11 +50,11 @@ def fingerprint(what: object, with_gradients: bool = True) -> str | None:
 def computes_as(what: object, *others: object, with_gradients: bool = True) -> bool:
     """Tell whether the forward of a class, or a function, does what that of one of the others does.
 
-    What ``with_gradients`` means is said of `fingerprint`.
+    ``with_gradients`` is that of `fingerprint`.
 
     Example: an expert in a list may be of any class whose forward is ``LlamaMLP``'s.
     """
-    alike = [other for other in others if words(other) == words(what)]
+    alike = [other for other in others if bytecode_names(other) == bytecode_names(what)]
     found = fingerprint(what, with_gradients) if alike else None
     return found is not None and any(fingerprint(other, with_gradients) == found for other in alike)
 
@@ -75,11 +75,11 @@ def is_experts_class(cls: type) -> bool:
 @cache
 def compared_methods(cls: type, _: FunctionType) -> frozenset[str]:
     """Return the methods that the forward of a class, as it is now, names, and with which it is compared."""
-    names = [name for name in words(cls) if name not in _NOT_COMPARED and name not in vars(nn.Module)]
+    names = [name for name in bytecode_names(cls) if name not in _NOT_COMPARED and name not in vars(nn.Module)]
     return frozenset([name for name in names if isinstance(inspect.getattr_static(cls, name, None), FunctionType)])
 
 
-def words(what: object) -> tuple[str, ...]:
+def bytecode_names(what: object) -> tuple[str, ...]:
     """Return the attributes and global names in the byte code of a forward or a function.
 
     They are equal where the trees are, and known without reading the source, which takes far longer. The names of

@@ -1,4 +1,4 @@
-"""Which functions that kernels may serve the methods of a class call."""
+"""Find the functions that the methods of a class call and that kernels may serve."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 from kernels_ext_npu.catalogue import Kind
-from kernels_ext_npu.matching.classification import names, of_function
+from kernels_ext_npu.matching.classification import classify_function, referenced_names
 from kernels_ext_npu.matching.decorated import original_function
 from kernels_ext_npu.transformers_internals import cells
 
 _NOT_MODELS = re.compile(r"(torch|torch_npu|kernels|transformers(?!\.models))(\.|$)")
 
 
-class Use(NamedTuple):
-    """A function under the name by which a modeling file calls it, and what it is counted among."""
+class CalledFunction(NamedTuple):
+    """A function that a modeling file calls: the file, the name there, and the kind."""
 
     file: str
     name: str
@@ -26,33 +26,33 @@ class Use(NamedTuple):
 
     @property
     def function(self) -> Any:
-        """What stands in the file under the name: the function, or the module that `kernels` made of it; no class."""
+        """The function, or the module that `kernels` made of it; None if a class has the name by now."""
         found = vars(sys.modules[self.file]).get(self.name)
         return None if isinstance(found, type) else found
 
 
-def _find_uses(cls: type) -> tuple[Use, ...]:
+def _find_called_functions(cls: type) -> tuple[CalledFunction, ...]:
     """Return the functions that a class calls, itself or by functions of its file, and that may be served."""
-    found: dict[Use, None] = {}
+    found: dict[CalledFunction, None] = {}
     bases = [base for base in cls.__mro__ if not _NOT_MODELS.match(base.__module__)]
     waiting = list(dict.fromkeys([function for base in bases for function in _functions(vars(base).values())]))
     for function in waiting:  # grows while it runs
         module = sys.modules.get(function.__module__)
         if _NOT_MODELS.match(function.__module__) or vars(module or object) is not function.__globals__:
             continue
-        for name in sorted(names(function) & function.__globals__.keys()):
+        for name in sorted(referenced_names(function) & function.__globals__.keys()):
             value = function.__globals__[name]
             original = original_function(value)
             if original is None:
                 continue
-            if (kind := of_function(name, value)) is not None:
-                found[Use(function.__module__, name, kind)] = None
+            if (kind := classify_function(name, value)) is not None:
+                found[CalledFunction(function.__module__, name, kind)] = None
             elif original.__module__ == function.__module__ and original not in waiting:
                 waiting.append(original)
     return tuple(found)
 
 
-uses: Callable[[type], tuple[Use, ...]] = cache(_find_uses)
+called_functions: Callable[[type], tuple[CalledFunction, ...]] = cache(_find_called_functions)
 
 
 def _functions(values: Any) -> Iterator[FunctionType]:

@@ -21,7 +21,7 @@ from types import FunctionType
 
 import torch
 
-from kernels_ext_npu.matching.source_tree import function_tree, maker
+from kernels_ext_npu.matching.source_tree import compile_forward, function_tree
 from kernels_ext_npu.transformers_internals import are_seen_through
 
 CHOOSE = "_kernels_choose"
@@ -49,12 +49,16 @@ if self.config._attn_implementation in ('eager', 'sdpa'):
 else:
     sparse_indices = topk_indices
 """  # noqa: E501 - as ast writes it
-_OF_INDEXER, _WHOLE = "attention_mask[:, 0, :, :]", "attention_mask"
+_FIRST_HEAD_MASK, _WHOLE = "attention_mask[:, 0, :, :]", "attention_mask"
 
 
-def chooser(cls: type) -> Callable[[Callable], FunctionType] | None:
-    """Return what makes the forward of an indexer, of ``choose(q, k, weights, mask, count, scale)``; None of others."""
-    return _chooser(_written(cls))
+def indexer_rewriter(cls: type) -> Callable[[Callable], FunctionType] | None:
+    """Return a function that rewrites an indexer's forward to call a given ``choose(q, k, weights, mask, count,
+    scale)``.
+
+    It is None for a class that is no such indexer.
+    """
+    return _indexer_rewriter(_written(cls))
 
 
 def hands_on_indices(cls: type) -> FunctionType | None:
@@ -63,7 +67,7 @@ def hands_on_indices(cls: type) -> FunctionType | None:
 
 
 @cache
-def _chooser(forward: FunctionType | None) -> Callable[[Callable], FunctionType] | None:
+def _indexer_rewriter(forward: FunctionType | None) -> Callable[[Callable], FunctionType] | None:
     tree = _tree(forward, "update_indexer")
     if forward is None or tree is None or forward.__globals__.get("F") is not torch.nn.functional:
         return None
@@ -82,7 +86,7 @@ def _chooser(forward: FunctionType | None) -> Callable[[Callable], FunctionType]
         return None
     call = f"return {CHOOSE}(q, k, weights, attention_mask, self.index_topk, {_SCALES[texts[start]]})"
     tree.body[start:] = [kept, *ast.parse(call).body]
-    return maker(tree, forward, [CHOOSE])
+    return compile_forward(tree, forward, [CHOOSE])
 
 
 @cache
@@ -98,7 +102,7 @@ def _handing_on(forward: FunctionType | None) -> FunctionType | None:
     tree.body[place : place + 2] = ast.parse("sparse_indices = topk_indices").body
     whole = _WholeMask()
     whole.visit(tree)
-    return maker(tree, forward, [])() if whole.places == 1 else None
+    return compile_forward(tree, forward, [])() if whole.places == 1 else None
 
 
 def _written(cls: type) -> FunctionType | None:
@@ -121,7 +125,7 @@ class _WholeMask(ast.NodeTransformer):
     places = 0
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        if ast.unparse(node) != _OF_INDEXER:
+        if ast.unparse(node) != _FIRST_HEAD_MASK:
             return node
         self.places += 1
         return ast.parse(_WHOLE, mode="eval").body

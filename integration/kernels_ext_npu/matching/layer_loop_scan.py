@@ -27,7 +27,7 @@ class LayerLoop:
     """Describes the loop of a forward over its layers."""
 
     layers: str  # the attribute of the list
-    parameters: tuple[str, ...]  # of the forward, behind the module itself
+    parameters: tuple[str, ...]  # the parameters of the forward, without self
     absent: frozenset[str]  # those of them that are None where layer follows on layer
 
     def follows(self, args: tuple, kwargs: dict[str, object]) -> bool:
@@ -46,7 +46,7 @@ def layer_loop(forward: object) -> LayerLoop | None:
     module, *parameters = (argument.arg for argument in tree.args.args)
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
     for loop in loops:
-        name = _list_of(loop.iter, module)
+        name = _iterated_list(loop.iter, module)
         uses = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n) == f"{module}.{name}"]
         optional = {p for p in parameters if not _is_assigned(tree, p)}
         if name is not None and len(uses) == 1 and (absent := _absent(loop, optional)) is not None:
@@ -66,7 +66,7 @@ def _below_decorators(forward: object) -> FunctionType | None:
     return forward if isinstance(forward, FunctionType) else None
 
 
-def _list_of(iterated: ast.expr, module: str) -> str | None:
+def _iterated_list(iterated: ast.expr, module: str) -> str | None:
     """Return the attribute of ``module.attribute``, perhaps a slice of it, or counted; None for anything else."""
     if isinstance(iterated, ast.Call) and ast.unparse(iterated.func) == "enumerate" and len(iterated.args) == 1:
         iterated = iterated.args[0]

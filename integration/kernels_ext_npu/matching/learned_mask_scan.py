@@ -22,7 +22,7 @@ _TORCH = re.compile(r"(torch|nn|F)\b")
 _HAVING_VALUES = re.compile("(add|sub|mul|where|masked_fill)_?")  # methods whose arguments' values are in the result
 _WITHOUT_VALUES = re.compile("new_.*|.*_like|finfo|size")
 _VIEWS = {"T", "mT", "data"}
-_DEPTH = 3  # of functions that call functions
+_DEPTH = 3  # how deep called functions are followed
 
 Sources = frozenset[str]  # attributes of a module that a value is made of
 _NOTHING: Sources = frozenset()
@@ -54,7 +54,7 @@ def _sources_of_masks(cls: type[nn.Module]) -> tuple[Sources, Sources]:
 
 
 class _Flow:
-    """Follows attributes of a module through a function, line by line: what a branch gives is given."""
+    """Follows attributes of a module through a function, line by line; both ways of a branch count."""
 
     def __init__(self, cls: type, function: FunctionType, given: Mapping[str, Sources], depth: int) -> None:
         self._cls, self._globals, self._depth = cls, function.__globals__, depth
@@ -77,9 +77,9 @@ class _Flow:
         if isinstance(node, ast.Call):
             self._note_masks(node)
         elif isinstance(node, ast.Return) and node.value is not None:
-            self.returned |= self._of(node.value)
+            self.returned |= self._sources(node.value)
         elif isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and node.value is not None:
-            found = self._of(node.value)
+            found = self._sources(node.value)
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for name in (n for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)):
                 if isinstance(name.ctx, ast.Store):
@@ -90,29 +90,29 @@ class _Flow:
         given = [value for name, value in _named(call) if "mask" in name]
         if is_attention:
             given += call.args[_MASK_OF_ATTENTION : _MASK_OF_ATTENTION + 1]
-            self.to_attention = self.to_attention.union(*map(self._of, given))
+            self.to_attention = self.to_attention.union(*map(self._sources, given))
         elif _is_own(call.func) or (isinstance(call.func, ast.Name) and call.func.id not in self._globals):
-            self.to_modules = self.to_modules.union(*map(self._of, given))
+            self.to_modules = self.to_modules.union(*map(self._sources, given))
 
-    def _of(self, node: ast.AST) -> Sources:
+    def _sources(self, node: ast.AST) -> Sources:
         """Return the attributes that the value of an expression is made of."""
         if isinstance(node, ast.Name):
             return self._values.get(node.id, _NOTHING)
         if isinstance(node, ast.Attribute):
             own = frozenset({node.attr}) if _is_own(node) else _NOTHING
-            return own | (self._of(node.value) if node.attr in _VIEWS else _NOTHING)
+            return own | (self._sources(node.value) if node.attr in _VIEWS else _NOTHING)
         if isinstance(node, ast.Call):
-            return self._of_call(node)
+            return self._call_sources(node)
         if isinstance(node, (ast.Compare, ast.BoolOp)):  # yes or no
             return _NOTHING
         if isinstance(node, ast.Subscript):
-            return self._of(node.value)
+            return self._sources(node.value)
         parts = [node.body, node.orelse] if isinstance(node, ast.IfExp) else ast.iter_child_nodes(node)
-        return _NOTHING.union(*map(self._of, parts))
+        return _NOTHING.union(*map(self._sources, parts))
 
-    def _of_call(self, call: ast.Call) -> Sources:
-        function, arguments = call.func, [*map(self._of, call.args)]
-        values = _NOTHING.union(*arguments, *(self._of(keyword.value) for keyword in call.keywords))
+    def _call_sources(self, call: ast.Call) -> Sources:
+        function, arguments = call.func, [*map(self._sources, call.args)]
+        values = _NOTHING.union(*arguments, *(self._sources(keyword.value) for keyword in call.keywords))
         if isinstance(function, ast.Name):
             return self._returned_by(self._globals.get(function.id), call)
         if not isinstance(function, ast.Attribute) or _WITHOUT_VALUES.fullmatch(function.attr):
@@ -122,7 +122,7 @@ class _Flow:
             return self._returned_by(method, call) if inspect.isroutine(method) else values | {function.attr}
         if _TORCH.match(ast.unparse(function)):
             return values
-        return self._of(function.value) | (values if _HAVING_VALUES.fullmatch(function.attr) else _NOTHING)
+        return self._sources(function.value) | (values if _HAVING_VALUES.fullmatch(function.attr) else _NOTHING)
 
     def _returned_by(self, function: object, call: ast.Call) -> Sources:
         """Return it for what a function of the same file, or a method, returns."""
@@ -130,7 +130,7 @@ class _Flow:
         if not isinstance(function, FunctionType) or function.__globals__ is not self._globals:
             return _NOTHING
         names = [name for name in inspect.signature(function).parameters if name != "self"]
-        given = {name: self._of(value) for name, value in (*zip(names, call.args), *_named(call))}
+        given = {name: self._sources(value) for name, value in (*zip(names, call.args), *_named(call))}
         flow = _Flow.through(self._cls, function, given, self._depth + 1)
         return _NOTHING if flow is None else flow.returned
 

@@ -1,4 +1,4 @@
-"""Which classes and functions compute what: their fingerprints against those of the patterns."""
+"""Find the pattern of a class or a function, by fingerprint, and say why an instance is not served."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.matching.decorated import original_function, package_function
-from kernels_ext_npu.matching.fingerprint import compared_methods, computes_as, words
-from kernels_ext_npu.patterns.hooks import has_hooks
+from kernels_ext_npu.matching.fingerprint import bytecode_names, compared_methods, computes_as
+from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.patterns.pattern import Pattern
 
-_found: dict[object, Pattern | None] = {}  # by class and forward, since other libraries replace these; by function
+_found: dict[object, Pattern | None] = {}  # by (class, its forward), since libraries replace forwards; or by function
 
 
 def find_pattern(what: object) -> Pattern | None:
     """Find the pattern that computes what a class computes, or a function, or the module that `kernels` made of one.
 
-    It is None if there is none, and for anything else.
+    It is None if no pattern matches.
     """
     key: Any = (what, getattr(what, "forward", None)) if isinstance(what, type) else original_function(what)
     if key is None:
         return None
     if key not in _found:
-        alike = _by_words().get((isinstance(what, type), words(what)), ())
+        alike = _by_bytecode_names().get((isinstance(what, type), bytecode_names(what)), ())
         found = (
-            p for p in alike if _is_beside(key, p) and computes_as(what, p.original, with_gradients=p.has_gradients)
+            p for p in alike if _has_siblings(key, p) and computes_as(what, p.original, with_gradients=p.has_gradients)
         )
         _found[key] = next(found, None)
     return _found[key]
@@ -42,30 +42,26 @@ def why_not_served(module: nn.Module, pattern: Pattern) -> str | None:
                 return part.reason.format(cls.__name__)
         if not part.is_called and has_hooks(member):
             return f"hooks watch its {part.name}, which the kernel does not call"
-    of_class: Any = type(module)
-    methods = compared_methods(of_class, of_class.forward)
+    module_class: Any = type(module)
+    methods = compared_methods(module_class, module_class.forward)
     if methods and (given := methods & vars(module).keys()):
         return f"it was given a {min(given)} of its own"
     return pattern.limits(module)
 
 
-def _computes(what: object, pattern: Pattern) -> bool:
-    return computes_as(what, pattern.original, with_gradients=pattern.has_gradients)
-
-
-def _is_beside(function: FunctionType, pattern: Pattern) -> bool:
-    """Tell whether what a pattern asks for is in the file of a function."""
-    beside = [function.__globals__[name] for name in pattern.beside if name in function.__globals__]
-    return not pattern.beside or any(package_function(neighbour) is None for neighbour in beside)
+def _has_siblings(function: FunctionType, pattern: Pattern) -> bool:
+    """Tell whether the file of a function has one of the siblings that a pattern asks for, as transformers' own."""
+    siblings = [function.__globals__[name] for name in pattern.sibling_functions if name in function.__globals__]
+    return not pattern.sibling_functions or any(package_function(sibling) is None for sibling in siblings)
 
 
 @cache
-def _by_words() -> dict[tuple[bool, tuple[str, ...]], list[Pattern]]:
-    """Return the patterns by whether they are of a class, and the words that they are in."""
+def _by_bytecode_names() -> dict[tuple[bool, tuple[str, ...]], list[Pattern]]:
+    """Return the patterns by whether they are classes, and by the names in their bytecode."""
     from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS  # register() need not wait for them
 
     found: dict[tuple[bool, tuple[str, ...]], list[Pattern]] = {}
     for pattern in (*PATTERNS, *FUNCTION_PATTERNS):
         original = pattern.original
-        found.setdefault((isinstance(original, type), words(original)), []).append(pattern)
+        found.setdefault((isinstance(original, type), bytecode_names(original)), []).append(pattern)
     return found

@@ -17,7 +17,7 @@ import re
 from functools import cache
 from types import FunctionType
 
-from kernels_ext_npu.matching.source_tree import function_tree, maker
+from kernels_ext_npu.matching.source_tree import compile_forward, function_tree
 
 _NAME = r"[^\W\d]\w*"
 _RATIO = rf"{_NAME}(?:\.{_NAME})?(?: // {_NAME}\.{_NAME})?"
@@ -47,7 +47,7 @@ def without_repeats(forward: object, rules: frozenset[str]) -> FunctionType | No
         found = _REPEATS.fullmatch(ast.unparse(statement))
         if found is not None and _are_handed_on(tree.body[place + 1 :], found, rules):
             tree.body[place] = ast.copy_location(ast.Pass(), statement)
-            return maker(tree, written, ())()
+            return compile_forward(tree, written, ())()
     return None
 
 

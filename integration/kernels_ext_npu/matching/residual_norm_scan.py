@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
 
-from kernels_ext_npu.matching.source_tree import function_tree, maker
+from kernels_ext_npu.matching.source_tree import compile_forward, function_tree
 from kernels_ext_npu.transformers_internals import are_seen_through, below_wrappers
 
 _NORMED, _ADD_NORM, _ADDED = "_kernels_normed", "_kernels_add_norm", "_kernels_added"
@@ -45,7 +45,7 @@ class Sums:
 
 
 @cache
-def sums_of(forward: object) -> Sums | None:
+def find_sums(forward: object) -> Sums | None:
     """Return the sums of a forward; None where it norms none, or its source cannot be read."""
     written = below_wrappers(forward)
     tree = None if written is None or written.__code__.co_freevars else function_tree(written)
@@ -54,7 +54,7 @@ def sums_of(forward: object) -> Sums | None:
     if not are_seen_through(tree.decorator_list, written.__globals__):
         return None
     tree.body, first, norms = _rewritten(tree.body, *(argument.arg for argument in tree.args.args[:2]))
-    return Sums(maker(tree, written, (_NORMED, _ADD_NORM, _ADDED)), first, tuple(norms)) if norms else None
+    return Sums(compile_forward(tree, written, (_NORMED, _ADD_NORM, _ADDED)), first, tuple(norms)) if norms else None
 
 
 def _rewritten(body: list[ast.stmt], me: str, given: str) -> tuple[list[ast.stmt], str | None, list[str]]:

@@ -38,7 +38,7 @@ def function_source(function: FunctionType) -> str | None:
     return _sources[key]
 
 
-def maker(tree: ast.FunctionDef, forward: FunctionType, names: Sequence[str]) -> Callable[..., FunctionType]:
+def compile_forward(tree: ast.FunctionDef, forward: FunctionType, names: Sequence[str]) -> Callable[..., FunctionType]:
     """Compile a forward that was changed, over the globals of the old one, with its defaults and below its decorators.
 
     What is returned gives it for values of the names that it reads beside its own and the globals, in their order.

@@ -17,10 +17,10 @@ import torch_npu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import softnpu
-from kernels_ext_npu.machine.cann_releases import release_of
+from kernels_ext_npu.machine.cann_releases import parse_release
 from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.measuring.inside import Inside, inside
-from kernels_ext_npu.measuring.products import name_of
+from kernels_ext_npu.measuring.products import operator_name
 from softnpu.counting import STREAM_SYNCS
 
 # allocations, and a note to the allocator
@@ -47,7 +47,7 @@ class Cost(TorchDispatchMode):
         self.kernels: Counter[str] = Counter()  # the number of kernels on the device, by operator
         self.bytes: Counter[str] = Counter()  # that these read and write, by operator
         self.not_read: Counter[str] = Counter()  # those of operators of which nobody read what they do inside
-        self._cann = release_of(getattr(torch.version, "cann", None))
+        self._cann = parse_release(getattr(torch.version, "cann", None))
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
@@ -56,7 +56,7 @@ class Cost(TorchDispatchMode):
 
     def count(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> Inside | None:
         """Count a call, and return what runs for it; None if it is no launch."""
-        name, given = name_of(operator), tensors(result)
+        name, given = operator_name(operator), tensors(result)
         is_view = operator.is_view or name == "_unsafe_view"
         if operator.namespace == "prim" or is_view or name in NO_LAUNCHES:
             return None
@@ -65,7 +65,7 @@ class Cost(TorchDispatchMode):
         out = {argument.name for argument in operator._schema.arguments if argument.is_out}
         read = {key: value for key, value in kwargs.items() if key not in out}
         unread = _unread(name, args, kwargs, given) + self._left(name, args, kwargs, given)
-        moved = bytes_of((args, read, result)) - unread
+        moved = byte_size((args, read, result)) - unread
         launched, times = what_runs(operator, args, kwargs)
         runs = inside(operator, args, kwargs, result, moved, self._cann)
         self.launches[launched] += times
@@ -86,12 +86,12 @@ class Cost(TorchDispatchMode):
         CANN's ops-transformer, ``SplitCore`` of lightning_indexer_kernel, and moe_v3_gather_out.
         """
         if name == "npu_lightning_indexer" and kwargs.get("layout_key") == "TND":
-            ends, key_ends = (self.numbers(kwargs[f"actual_seq_lengths_{of}"]) for of in ("query", "key"))
+            ends, key_ends = (self.numbers(kwargs[f"actual_seq_lengths_{side}"]) for side in ("query", "key"))
             if ends is None or key_ends is None:
                 return 0
             queries, keys = ([end - begin for begin, end in zip([0, *each], each)] for each in (ends, key_ends))
             read = sum(count for has_query, count in zip(queries, keys) if has_query)
-            return (len(args[1]) - read) * bytes_of(args[1][0])
+            return (len(args[1]) - read) * byte_size(args[1][0])
         if name == "npu_moe_init_routing_v2" and (counts := self.numbers(given[2])) is not None:
             copied = sum(counts)
             return sum(max(0, len(rows) - copied) * rows[:1].nbytes for rows in (args[0], given[0]))
@@ -109,10 +109,10 @@ def what_runs(operator: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tup
         has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", "PrivateUse1")
         if ends is not None and not has_kernel:
             return "mm", ends.numel()
-    return name_of(operator), 1
+    return operator_name(operator), 1
 
 
-def bytes_of(values: Any) -> int:
+def byte_size(values: Any) -> int:
     """Return the bytes of all tensors in some values."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors(values))
 
@@ -128,24 +128,24 @@ def _unread(name: str, args: tuple, kwargs: dict, given: list[torch.Tensor]) -> 
         every = args[1], args[2], kwargs["key_rope"]
         rows = args[3].numel()
         read = {id(tensor): rows * tensor.shape[-1] * tensor.element_size() for tensor in every}
-        return bytes_of(every) - sum(read.values())
+        return byte_size(every) - sum(read.values())
     if name in PICKING:
-        return max(0, bytes_of(args[:1]) - bytes_of(given[:1]))
+        return max(0, byte_size(args[:1]) - byte_size(given[:1]))
     if name == "nll_loss_forward":
-        return bytes_of(args[:1]) - args[1].numel() * args[0].element_size()
+        return byte_size(args[:1]) - args[1].numel() * args[0].element_size()
     if name == "nll_loss_backward":
-        return bytes_of(args[1:2])
+        return byte_size(args[1:2])
     if name in LIKE:
-        return bytes_of(args)
+        return byte_size(args)
     if name in OVERWRITING:
-        return bytes_of(args[:1])
+        return byte_size(args[:1])
     if name == "_grouped_mm" and args[0].dim() != args[1].dim():
         weight, rows = (args[1], len(args[0])) if args[1].dim() == 3 else (args[0], args[1].shape[1])
     elif name == "npu_grouped_matmul" and (len(args[1]) > 1 or args[1][0].dim() == 3):
         weight, rows = args[1] if len(args[1]) > 1 else args[1][0], sum(map(len, args[0]))
     else:
         return 0
-    return max(0, len(weight) - rows) * bytes_of(weight[0])
+    return max(0, len(weight) - rows) * byte_size(weight[0])
 
 
 class Counted:

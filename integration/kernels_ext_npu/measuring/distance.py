@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 # float32 on both sides: sums in another order. A real device may multiply float32 matrices in less precision.
-OF_MODELS = {True: 1e-5, False: 1e-2}
+MODEL_BOUNDS = {True: 1e-5, False: 1e-2}
 # of the largest norm, in units of the exact dtype's rounding: what is below is rounding errors of the others
 NEGLIGIBLE = 128
 
@@ -68,7 +68,7 @@ def models_agree(*measured: float) -> bool:
     """Tell whether a model on this machine's device is as near to its original on the host as float32 allows."""
     import softnpu
 
-    return worst(measured) <= OF_MODELS[softnpu.is_software()]
+    return worst(measured) <= MODEL_BOUNDS[softnpu.is_software()]
 
 
 def _distance(name: str, found: Tensor | None, exact: Tensor | None, largest_norm: float) -> Distance:

@@ -24,14 +24,14 @@ _DOES_NOT = re.compile(
 )
 
 
-def name_of(operator: OpOverload) -> str:
+def operator_name(operator: OpOverload) -> str:
     """Return the name of an operator without its namespace and overload."""
     return operator._schema.name.partition("::")[2]
 
 
 def flops(operator: OpOverload, args: tuple, kwargs: dict, result: Any) -> float:
     """Count the additions and multiplications of the products in a call; 0 where it has none, or they are unknown."""
-    formula = _FORMULAS.get(name_of(operator).rstrip("_"))
+    formula = _FORMULAS.get(operator_name(operator).rstrip("_"))
     return 0 if formula is None else formula(arguments(operator, args, kwargs), result)
 
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from kernels_ext_npu.patterns.pattern import Pattern, where
+from kernels_ext_npu.patterns.pattern import Pattern, require
 
 
 class NewGELUActivation(nn.Module):
@@ -64,7 +64,7 @@ def _has_root(module: AccurateGELUActivation) -> bool:
     return module.precomputed_constant == math.sqrt(2 / math.pi)
 
 
-_ROOT = where(_has_root, "its factor is {0.precomputed_constant!r}, that of the kernel is the root of 2 / pi")
+_ROOT = require(_has_root, "its factor is {0.precomputed_constant!r}, that of the kernel is the root of 2 / pi")
 PATTERNS = (
     Pattern(NewGELUActivation, ("NewGELU",)),
     Pattern(AccurateGELUActivation, ("NewGELU",), _ROOT, holds=_has_root),

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from kernels_ext_npu.patterns.pattern import alike
+from kernels_ext_npu.patterns.pattern import patterns_for
 
 
 def _refuse(conv: Any) -> str | None:
@@ -19,4 +19,4 @@ def _refuse(conv: Any) -> str | None:
     return None
 
 
-PATTERNS = alike(("PatchEmbedding",), nn.Conv2d, nn.Conv3d, limits=_refuse, rechecks_every_call=True)
+PATTERNS = patterns_for(("PatchEmbedding",), nn.Conv2d, nn.Conv3d, limits=_refuse, rechecks_every_call=True)

@@ -1,4 +1,4 @@
-"""What a pattern says: what is compared, and which layer takes its place on which instances."""
+"""Patterns: a forward as transformers writes it, the layers that compute the same, and their limits."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, Kind
-from kernels_ext_npu.patterns.static_getattr import static_getattr
+from kernels_ext_npu.module_state import static_getattr
 
 Limits = Callable[[Any], "str | None"]  # says why no layer serves an instance; None if one does
 
 
-def where(holds: Callable[[Any], bool], reason: str, then: Limits = lambda _: None) -> Limits:
-    """Return the limits of a condition, and of others behind it.
+def require(holds: Callable[[Any], bool], reason: str, then: Limits = lambda _: None) -> Limits:
+    """Return limits that refuse instances for which a condition does not hold.
 
     Args:
         holds: tells whether it holds for an instance.
-        reason: why no layer serves an instance for which it does not, which takes the place of ``{0}``.
-        then: what else limits.
+        reason: the refusal; ``{0}`` in it is the instance.
+        then: further limits, for instances for which it holds.
     """
     return lambda module: then(module) if holds(module) else reason.format(module)
 
 
-def unread(then: Limits = lambda _: None, **members: object) -> Limits:
-    """Return the limits of a forward that does not read members which its layer reads where there are any.
+def ignores(then: Limits = lambda _: None, **members: object) -> Limits:
+    """Return limits that refuse instances with attributes that the layer reads and the forward ignores.
 
     Args:
-        then: what else limits.
-        members: what each may be, which is what the forward computes.
+        then: further limits.
+        members: for each attribute the value with which the layer computes what the forward does, which is allowed.
     """
 
     def refuse(module: Any) -> str | None:
@@ -44,7 +44,7 @@ def unread(then: Limits = lambda _: None, **members: object) -> Limits:
 
 
 def misread(taken: str | None, named: str | None) -> str:
-    """Say that the layer would take another member than the forward names, or finds none: None for no member."""
+    """Say that the layer would read the member ``taken`` where the forward reads ``named``; None is no member."""
     if taken is None:
         return f"its {named} is no member of the module itself, where the kernel looks for it"
     return f"it has a member {taken} that its forward does not read, and the kernel would"
@@ -52,32 +52,32 @@ def misread(taken: str | None, named: str | None) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """A member of a module whose class a layer relies on, mostly since it computes it itself."""
+    """A submodule whose class the layer relies on, mostly since it computes it without a call."""
 
-    name: str  # the attribute; of a list each element counts
-    classes: tuple[type[nn.Module], ...]  # those whose forwards are known
-    reason: str  # what to say of a member of another class, whose name takes the place of ``{}``
-    is_called: bool = False  # whether the layer calls it all the same, so that its hooks run
+    name: str  # the attribute; in a ModuleList each element counts
+    classes: tuple[type[nn.Module], ...]  # the submodule's forward has to be that of one of these
+    reason: str  # the refusal of another class; ``{}`` in it is the name of that class
+    is_called: bool = False  # whether the layer calls it, so that its hooks run
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """A forward or a function that a kernel can take the place of."""
+    """A forward or a function of transformers that a kernel can replace."""
 
-    # the class whose forward is compared, or the function, which is by its body and the names of its parameters
+    # the class whose forward is compared; or the function, whose parameter names are compared too
     original: Any
-    layers: tuple[str, ...]  # those that serve it, each with an entry in transformers' mapping
-    limits: Limits = lambda _: None  # what the syntax tree does not show
-    choose: Callable[[nn.Module], str] | None = None  # which of several layers serves an instance within the limits
-    parts: tuple[Part, ...] = ()  # the members whose classes count too
-    # whether an instance is to be computed by the layer in this call: what `limits` looks at may have been changed
+    layers: tuple[str, ...]  # the layers that serve it, each with an entry in transformers' mapping
+    limits: Limits = lambda _: None  # refuses instances for reasons that the syntax tree does not show
+    choose: Callable[[nn.Module], str] | None = None  # chooses one of several layers for an instance
+    parts: tuple[Part, ...] = ()  # submodules whose classes are compared too
+    # the guard that is asked in every call, where what `limits` looks at may be changed later
     holds: Callable[[Any], bool] | None = None
-    # whether the layer looks in every forward at what `limits` looks at, and computes what is right
+    # whether the layer itself checks in every forward what `limits` looks at
     rechecks_every_call: bool = False
-    # whether what it computes may have gradients; where not, torch.no_grad over it changes nothing
+    # whether the result may have gradients; if not, a decorator torch.no_grad is no difference
     has_gradients: bool = True
-    # names of functions, one of which has to be in its file and computed by transformers itself, not by a package
-    beside: tuple[str, ...] = ()
+    # its file has to have a function of one of these names that transformers itself computes, not a package
+    sibling_functions: tuple[str, ...] = ()
 
     @property
     def repository(self) -> str:
@@ -94,6 +94,6 @@ class Pattern:
         return self.choose(module) if self.choose else self.layers[0]
 
 
-def alike(layers: tuple[str, ...], *originals: Any, **terms: Any) -> tuple[Pattern, ...]:
-    """Return the patterns of what the same layers serve on the same terms, which are those of `Pattern`."""
+def patterns_for(layers: tuple[str, ...], *originals: Any, **terms: Any) -> tuple[Pattern, ...]:
+    """Return a pattern for each original, with the same layers and the same further fields of `Pattern`."""
     return tuple([Pattern(original, layers, **terms) for original in originals])

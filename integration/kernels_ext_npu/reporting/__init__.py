@@ -1,1 +1,1 @@
-"""What was swapped in a model, and what was not, and why."""
+"""The report: what is swapped in a model, what is not, and why."""

@@ -1,4 +1,4 @@
-"""What a release of CANN serves less of a kernel that is in place: a reason, which names the one that serves all."""
+"""Limits of a swapped kernel on this machine's release of CANN: a reason, which names the release without them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kernels_ext_npu.swaps.protocol import Row
 _GATED = ("SigmoidTopKRouter", "GroupedSoftmaxTopKRouter", "BiasedSoftmaxTopKRouter", "CorrectedSoftmaxTopKRouter")
 _DEEPSEEK_V3 = {"num_experts": 256, "num_group": 8, "topk_group": 4, "norm_topk_prob": True}
 _MOST_CHOICES = 32
-_LOCAL_FLOATS = 192 * 1024 // 4  # of a vector core: RoPE's one_token.py has the source
+_LOCAL_FLOATS = 192 * 1024 // 4  # memory of a vector core; RoPE's one_token.py has the source
 
 
 def reason(row: Row, model: nn.Module, release: Release | None = None) -> Reason | None:
     """Say what a release, by default of this machine, serves less of a row of a model than a later one; or None."""
     if release is None:  # as kernels read it when they are loaded
-        release = cann_releases.release_of(getattr(torch.version, "cann", None))
+        release = cann_releases.parse_release(getattr(torch.version, "cann", None))
     if not row.swapped or not any(limit.holds(release) for limit in cann_releases.LIMITS):
         return None
     limit = _limit(row, model.get_submodule(row.module), model, release)
@@ -41,7 +41,7 @@ def _limit(row: Row, module: nn.Module, model: nn.Module, release: Release) -> L
             return cann_releases.ROUTING
         return cann_releases.ROUTING_IN_TRAINING if module.training else None
     if row.kind == EXPERTS.in_models and module.training:
-        return _of_trained_experts(row, module, model, release)
+        return _training_limit(row, module, model, release)
     if LAYERS.get(kernel) == "RMSNorm" and "ZeroCentered" in kernel and module.training:
         return None if _dtype(module) is torch.float32 else cann_releases.NORMS_IN_TRAINING
     if LAYERS.get(kernel) == "Activation" and "Quick" in kernel:
@@ -58,7 +58,7 @@ def _limit(row: Row, module: nn.Module, model: nn.Module, release: Release) -> L
     return None
 
 
-def _of_trained_experts(row: Row, experts: nn.Module, model: nn.Module, release: Release) -> Limit | None:
+def _training_limit(row: Row, experts: nn.Module, model: nn.Module, release: Release) -> Limit | None:
     """Return the limit of experts in training, the one that costs more where there are two."""
     is_float32 = _dtype(experts) is torch.float32
     if release < (8, 3) and any(parameter.requires_grad for parameter in experts.parameters()):
@@ -87,5 +87,5 @@ def _heads(module: nn.Module, model: nn.Module) -> tuple[int, int]:
     try:  # one whose layers differ has no number for all of them
         heads = config.num_attention_heads
         return heads, getattr(config, "head_dim", None) or config.hidden_size // heads
-    except Exception:  # of a type that is transformers' own, or a name that it has not
+    except Exception:  # transformers raises classes of its own, or AttributeError
         return 0, 0

@@ -1,4 +1,4 @@
-"""What was swapped in a model, and what was not, and why. Read from the model as it is, not from what was planned."""
+"""The report: what is swapped in a model, what is not, and why, read from the model as it is now."""
 
 from __future__ import annotations
 
@@ -164,8 +164,8 @@ def _with_bypass(row: Row, model: nn.Module) -> Row:
     if row.reason is None and (less := release_limits.reason(row, model)) is not None:
         row = replace(row, reason=less)
     around = model.get_submodule(row.path.rpartition(".")[0])
-    stranger = None if forward_binding.decorates_own(around) else forward_binding.stranger(around)
-    return row if stranger is None else replace(row, reason=refusals.bypassed_by(stranger))
+    foreign = None if forward_binding.decorates_own(around) else forward_binding.foreign_forward(around)
+    return row if foreign is None else replace(row, reason=refusals.bypassed_by(foreign))
 
 
 def _at_first_call(row: Row, model: nn.Module) -> Row:

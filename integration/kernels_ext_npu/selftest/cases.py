@@ -1,4 +1,4 @@
-"""What a case is: a function or layer of a repository with arguments, and what it has to give."""
+"""Cases of the selftest: a function or layer of a kernel, its arguments, and the expected result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Titled:
 
     @property
     def title(self) -> str:
-        """What a report calls it."""
+        """The name of the case in a report."""
         return f"{self.name}, {self.at}" if self.at else self.name
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels_ext_npu.machine.cann_releases import Release, release_of
+from kernels_ext_npu.machine.cann_releases import Release, parse_release
 from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.comparing import Results
 
@@ -25,7 +25,7 @@ class OperatorCall:
     title: str  # the operator, and what it is given
     compute: Callable[[], Pair]  # calls it, and gives both sides of the comparison
     since: Release = OLDEST  # the first release that takes it, as its sources say; NEVER for none
-    dtype: torch.dtype = DTYPE  # of what is compared
+    dtype: torch.dtype = DTYPE  # the dtype of the compared results
     unwritten_since: Release = NEVER  # the first release that takes it, and leaves what is compared unwritten
 
     @property
@@ -50,7 +50,7 @@ class OperatorCall:
 
 
 def _release() -> Release:
-    return release_of(getattr(torch.version, "cann", None))
+    return parse_release(getattr(torch.version, "cann", None))
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = DTYPE) -> Tensor:

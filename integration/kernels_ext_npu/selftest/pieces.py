@@ -17,7 +17,7 @@ from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.demo import model_comparison
 from kernels_ext_npu.distribution import sources
 from kernels_ext_npu.measuring.costs import peak
-from kernels_ext_npu.measuring.distance import OF_MODELS, models_agree
+from kernels_ext_npu.measuring.distance import MODEL_BOUNDS, models_agree
 from kernels_ext_npu.model_configs import TINY
 from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.cases import Case, Function
@@ -61,7 +61,7 @@ def refused() -> set[str]:
 
 
 def _alone() -> dict[str, OperatorCall]:
-    return {f"{of} | {call.title} | {name(call.dtype)}": call for of, calls in _ALONE.items() for call in calls}
+    return {f"{group} | {call.title} | {name(call.dtype)}": call for group, calls in _ALONE.items() for call in calls}
 
 
 def name(dtype: torch.dtype) -> str:
@@ -94,7 +94,7 @@ def _compare_model(model: str, source: str) -> dict[str, Any]:
     return {
         "forward": found.logits,
         "backward": found.gradient,
-        "tolerance": OF_MODELS[softnpu.is_software()],
+        "tolerance": MODEL_BOUNDS[softnpu.is_software()],
         "agrees": models_agree(found.logits, found.gradient) and swapped > 0,
         "swapped": swapped,
         "waits": list(found.waits),

@@ -12,7 +12,7 @@ from kernels_ext_npu.machine.processes import Child
 
 START = 180.0  # seconds for imports and the first call of a device, on slow disks
 LIMIT = 60.0  # seconds for a piece: those of operators take milliseconds, those of models some seconds
-MOST_ENDS = 25  # of processes; a device that ends each of them will end the next
+MOST_ENDS = 25  # how many processes may die before the rest is given up
 
 Tell = Callable[[int, int, str], None]
 

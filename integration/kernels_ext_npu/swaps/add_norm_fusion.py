@@ -1,12 +1,12 @@
-"""Sums that a layer norms next, in one launch with the norm, where one token is decoded.
+"""Fused add and norm in decoding: a residual sum and the norm behind it in one launch.
 
-A step of decoding costs the host its launches: two thirds of those that only add belong to a norm behind them. The
-forward of such layers is written anew (matching/residual_norm_scan.py), and computes where a layer of a swapped model
-decodes one token a sequence without gradients; everywhere else that of its class does.
+A decoding step costs the host its launches, and two thirds of those that only add are followed by a norm. The forward
+of such layers is rewritten (matching/residual_norm_scan.py). The rewritten one runs where a layer decodes one token a
+sequence without gradients; otherwise that of its class does.
 
-Each layer also norms its own result for the layer behind it, while the forward of a model runs that hands that on and
-does nothing else with it (matching/layer_loop_scan.py). What was normed is kept beside that forward, never with a
-tensor, and where a hook or a wrapper sees what goes from layer to layer nothing is normed ahead.
+Each layer also norms its own result for the next layer, where the model's forward only passes it on
+(matching/layer_loop_scan.py). The normed tensor is kept with the running forward of the model, never on a tensor, and
+where a hook or a wrapper sees what goes from layer to layer nothing is normed ahead.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.binding import registration, step_aside
-from kernels_ext_npu.binding.forward_binding import layer_of, package_of
-from kernels_ext_npu.binding.loaded_kernels import MATCHED, owner_of, set_forward
+from kernels_ext_npu.binding.forward_binding import bound_layer, bound_package
+from kernels_ext_npu.binding.loaded_kernels import MATCHED, forward_owner, set_forward
 from kernels_ext_npu.matching.layer_loop_scan import LayerLoop, layer_loop
-from kernels_ext_npu.matching.residual_norm_scan import Sums, sums_of
-from kernels_ext_npu.patterns.hooks import has_hooks
+from kernels_ext_npu.matching.residual_norm_scan import Sums, find_sums
+from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.swaps.protocol import Swapping
 
 REPOSITORY = "RMSNorm"
-# the layers of the kernel that one launch gives together with a sum
+# the layers that the operator can fuse with a sum
 _LAYERS = ("RMSNorm", "RMSNormCastLast")
 _OWNER, _LOOP_OWNER = "add_norm_fusion", "layer_loop"
 
 
 @dataclass(eq=False)
 class _Loop:
-    """Holds what goes from layer to layer in one call of the forward of a model."""
+    """Holds the state of one call of a model's forward, as layer follows on layer."""
 
     behind: dict[nn.Module, nn.Module]  # each layer but the last one -> the one behind it
-    running: nn.Module | None = None  # the layer whose forward runs: one that runs inside of it is not of this loop
-    normed: tuple[nn.Module, Tensor, Tensor] | None = None  # a norm, what it takes next, and what it gives of that
+    running: nn.Module | None = None  # the layer whose forward runs; layers inside it do not count
+    normed: tuple[nn.Module, Tensor, Tensor] | None = None  # the norm computed ahead, its input, its output
 
 
 class _Running(threading.local):
-    """Holds what runs in this thread."""
+    """Holds the loop that runs in this thread."""
 
     loop: _Loop | None = None  # the innermost
 
@@ -54,15 +54,15 @@ _running = _Running()
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
-    """Let the layers of a swapped model add and norm in one launch."""
+    """Bind fused forwards to the layers of a swapped model, and to the models that loop over them."""
     if REPOSITORY not in swapping.registration.kernels:
         return
     for cls, modules in swapping.by_class.items():
-        sums = sums_of(cls.forward)
+        sums = find_sums(cls.forward)
         for module in modules:
-            kernel = None if sums is None else _kernel_of(module, sums)
-            if kernel is not None or ("forward" in vars(module) and owner_of(module) == _OWNER):
-                set_forward(module, kernel and _forward_of(cls.forward, sums, kernel), _OWNER)  # type: ignore[arg-type]
+            kernel = None if sums is None else _norm_package(module, sums)
+            if kernel is not None or ("forward" in vars(module) and forward_owner(module) == _OWNER):
+                set_forward(module, kernel and _fused_forward(cls.forward, sums, kernel), _OWNER)  # type: ignore[arg-type]
     lists = [
         (cls, module, layers)
         for cls, modules in swapping.by_class.items()
@@ -70,7 +70,7 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
         for layers in module._modules.values()
         if type(layers) is nn.ModuleList
     ]
-    loops = {module: cls.forward for cls, module, layers in lists if _OWNER in map(owner_of, layers)}
+    loops = {module: cls.forward for cls, module, layers in lists if _OWNER in map(forward_owner, layers)}
     for _, module, _ in lists:
         loop = layer_loop(loops[module]) if module in loops else None
         set_forward(module, loop and _forward_with(loops[module], loop), _LOOP_OWNER)  # type: ignore[arg-type]
@@ -80,35 +80,35 @@ def remark(model: nn.Module) -> str | None:
     """Say for how many layers of a model sums are computed with their norms; None if for none."""
     if not registration.is_active():
         return None
-    counted = Counter(type(m).__name__ for m in model.modules() if owner_of(m) == _OWNER)
+    counted = Counter(type(m).__name__ for m in model.modules() if forward_owner(m) == _OWNER)
     found = ", ".join(f"{count} × {name}" for name, count in counted.items())
     return f"fused add and norm during decoding: {found}" if found else None
 
 
 def hand_on(layer: nn.Module, x: Tensor) -> None:
-    """Let what was normed for a layer be for the one behind it: the layer is not computed."""
+    """Pass what was normed for a layer on to the next one, for a layer that inspection skips."""
     loop = _running.loop
     if loop is not None and loop.normed is not None and loop.normed[1] is x:
         norm = _norm_behind(layer, loop)
         loop.normed = None if norm is None else (norm, *loop.normed[1:])
 
 
-def _kernel_of(module: nn.Module, sums: Sums) -> ModuleType | None:
-    """Return the package that computes the norms of a layer; None where none of ours can add before."""
+def _norm_package(module: nn.Module, sums: Sums) -> ModuleType | None:
+    """Return the kernel package of a layer's norms; None if none of them is one that can be fused."""
     for name in sums.norms:
         norm = module._modules.get(name)
-        if norm is not None and layer_of(norm) in _LAYERS:
-            return package_of(norm)
+        if norm is not None and bound_layer(norm) in _LAYERS:
+            return bound_package(norm)
     return None
 
 
 @functools.cache
-def _forward_of(original: FunctionType, sums: Sums, kernel: ModuleType) -> FunctionType:
-    """Return the forward of layers that choose, call by call, where their class has another one."""
+def _fused_forward(original: FunctionType, sums: Sums, kernel: ModuleType) -> FunctionType:
+    """Return a forward that fuses in decoding, and otherwise calls that of the class."""
 
     def add_norm(layer: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of a sum, and the sum."""
-        if step_aside.steps_aside(norm):
+        if step_aside.is_outdated(norm):
             total = residual + x
             return norm(total), total
         return kernel.add_then_norm(norm, x, residual)
@@ -117,7 +117,7 @@ def _forward_of(original: FunctionType, sums: Sums, kernel: ModuleType) -> Funct
         """Return the sum that a layer gives, and keep the norm of it with which the layer behind it begins."""
         loop = _loop_around(layer)
         norm = None if loop is None else _norm_behind(layer, loop)
-        if loop is None or norm is None or step_aside.steps_aside(norm) or not kernel.takes_sum(norm, x, residual):
+        if loop is None or norm is None or step_aside.is_outdated(norm) or not kernel.takes_sum(norm, x, residual):
             return residual + x
         normed, total = kernel.add_then_norm(norm, x, residual)
         loop.normed = norm, total, normed
@@ -144,7 +144,7 @@ def _forward_of(original: FunctionType, sums: Sums, kernel: ModuleType) -> Funct
 
 @functools.cache
 def _forward_with(original: FunctionType, found: LayerLoop) -> FunctionType:
-    """Return the forward of models in whose loop layers norm for the next one, where their class has another one."""
+    """Return a forward of a model that lets each layer norm for the next one while it runs."""
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -164,19 +164,19 @@ def _forward_with(original: FunctionType, found: LayerLoop) -> FunctionType:
 
 
 def _decodes_one_token(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Tell whether a layer, of the class that it had, is given ``[B, 1, H]``."""
+    """Tell whether a layer, whose class is unchanged, decodes one token: its input is ``[B, 1, H]``."""
     given = args[0] if args else kwargs.get("hidden_states")
     return (
         isinstance(given, Tensor)
         and given.dim() == 3
         and given.shape[1] == 1
         and registration.uses(REPOSITORY)
-        and not step_aside.steps_aside(layer)
+        and not step_aside.is_outdated(layer)
     )
 
 
 def _normed(layer: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
-    """Return the norm with which a layer begins: what the layer before has made, where this is its result."""
+    """Compute the first norm of a layer, or return what the layer before has computed of the same input."""
     loop = _loop_around(layer)
     if loop is not None:
         ahead, loop.normed = loop.normed, None
@@ -186,27 +186,27 @@ def _normed(layer: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def _loop_around(layer: nn.Module) -> _Loop | None:
-    """Return the loop that has called a layer; None where something else did, such as a hook of another layer."""
+    """Return the loop that called a layer; None if other code did, such as a hook of another layer."""
     loop = _running.loop
     return loop if loop is not None and loop.running is layer else None
 
 
 def _norm_behind(layer: nn.Module, loop: _Loop) -> nn.Module | None:
-    """Return the norm with which the layer behind one begins; None where something else may come first."""
+    """Return the first norm of the next layer; None if other code may run before it."""
     behind = loop.behind.get(layer)
     if behind is None or not (_is_called_alone(layer) and _is_called_alone(behind)):
         return None
-    sums = sums_of(type(behind).forward)
+    sums = find_sums(type(behind).forward)
     return None if sums is None or sums.first is None else behind._modules.get(sums.first)
 
 
 def _is_called_alone(layer: nn.Module) -> bool:
-    """Tell whether a call of a layer is its forward and nothing else, neither before nor behind it.
+    """Tell whether a call of a layer runs its forward alone: no hooks, no wrapper, no replaced ``__call__``.
 
     Inspection counts one layer of a kind, with a hook, and lets the others hand on what they are given, by a partial.
     """
     is_handed_on = _is_ours(getattr(vars(layer).get("forward"), "func", None))
-    if not is_handed_on and (owner_of(layer) != _OWNER or step_aside.steps_aside(layer)):
+    if not is_handed_on and (forward_owner(layer) != _OWNER or step_aside.is_outdated(layer)):
         return False
     hooks = (*layer._forward_hooks.values(), *layer._forward_pre_hooks.values())
     is_watched = has_hooks(layer) and not (hooks and all(map(_is_ours, hooks)))

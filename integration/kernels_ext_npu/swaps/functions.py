@@ -26,7 +26,7 @@ from kernels_ext_npu.catalogue import LAYERS, ROTARY
 from kernels_ext_npu.distribution import kernels_internals
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.matching.decorated import is_kernel_function, original_function, package_function
-from kernels_ext_npu.matching.function_scan import Use, uses
+from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.swaps import refusals
@@ -40,105 +40,106 @@ SHARED = (
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
-    """Let `kernels` take what serves the functions that a model calls on the NPU, and nothing for the others.
+    """Let `kernels` bind layers to the functions that a model calls on the NPU.
 
-    What serves the models on the NPU is taken again where `kernels` has looked at a model on another device since.
+    Functions that other models call on the NPU are bound again, since kernelizing a model on another device unbinds
+    them.
     """
     active = swapping.registration
     taken: dict[nn.Module, str] = {}
     for cls, modules in swapping.by_class.items():
-        found = uses(cls)
+        found = called_functions(cls)
         is_here = bool(found) and not all(map(is_elsewhere, modules))
-        for use in found:
-            pattern = find_pattern(use.function)
-            if pattern is None or not (_is_ours(use) and registration.uses(pattern.repository)):
+        for callee in found:
+            pattern = find_pattern(callee.function)
+            if pattern is None or not (_is_ours(callee) and registration.uses(pattern.repository)):
                 continue
             if is_here:
-                active.served[_module_of(active, use)] = pattern.layers[0]
-            if use.function in active.served:
-                taken[use.function] = pattern.layers[0]
-    kernels_internals.take(taken, swapping.mode)
+                active.function_layers[_function_module(active, callee)] = pattern.layers[0]
+            if callee.function in active.function_layers:
+                taken[callee.function] = pattern.layers[0]
+    kernels_internals.bind_layers(taken, swapping.mode)
 
 
 def revert(model: nn.Module) -> None:
     """Put the originals back, in all models that call the same functions."""
-    for function in {use.function for module in model.modules() for use in uses(type(module))}:
+    for function in {callee.function for module in model.modules() for callee in called_functions(type(module))}:
         if is_kernel_function(function):
             forward_binding.take_out(function)
         if registration.current is not None:
-            registration.current.served.pop(function, None)
+            registration.current.function_layers.pop(function, None)
 
 
 def remove(active: Registration) -> None:
     """Take the kernels out of all functions."""
-    for function in active.served:
+    for function in active.function_layers:
         forward_binding.take_out(function)
 
 
 def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every function that a kernel may serve and a module of a model calls, once for each module."""
     for path, module in model.named_modules():
-        for use in uses(type(module)):
-            pattern = find_pattern(use.function)
-            reason = refusal(module, use, pattern)
-            # not where another one was chosen, nor for other scans
-            is_meant = use.kind is ROTARY if pattern is None else _is_ours(use)
+        for callee in called_functions(type(module)):
+            pattern = find_pattern(callee.function)
+            reason = refusal(module, callee, pattern)
+            # not where a package computes it, nor for unknown functions that do not rotate
+            is_meant = callee.kind is ROTARY if pattern is None else _is_ours(callee)
             yield Row(
-                path=f"{path}.{use.name}".lstrip("."),
-                class_name=getattr(original_function(use.function), "__qualname__", use.name),
+                path=f"{path}.{callee.name}".lstrip("."),
+                class_name=getattr(original_function(callee.function), "__qualname__", callee.name),
                 kernel=pattern.layers[0] if pattern else None,
                 swapped=reason is None,
                 reason=reason,
                 is_candidate=is_meant and refusals.left_out(pattern.repository if pattern else _ROTATES) is None,
-                kind=use.kind.in_models,
-                function=use.name,
+                kind=callee.kind.in_models,
+                function=callee.name,
             )
 
 
-def refusal(module: nn.Module, use: Use, pattern: Pattern | None) -> str | None:
+def refusal(module: nn.Module, callee: CalledFunction, pattern: Pattern | None) -> str | None:
     """Return why a module that calls a function, of a pattern, does not run a kernel of ours; None if it does."""
-    forward = forward_binding.kernel_forward(use.function) if is_kernel_function(use.function) else None
+    forward = forward_binding.kernel_forward(callee.function) if is_kernel_function(callee.function) else None
     is_ours = loaded_kernels.layer_name(forward) is not None
     if forward is not None and not is_ours:
         return refusals.served_by(forward)
     if pattern is None:
-        original = original_function(use.function)
-        if use.kind is not ROTARY and original is not None:
-            return classification.reason(use.kind, f"{use.file.rpartition('modeling_')[2]}:{use.name}")
-        stranger = forward_binding.foreign(original, use.file) if original else None
-        return f"another library replaced it: {stranger}" if stranger else refusals.FUNCTION_UNKNOWN
+        original = original_function(callee.function)
+        if callee.kind is not ROTARY and original is not None:
+            return classification.reason(callee.kind, f"{callee.file.rpartition('modeling_')[2]}:{callee.name}")
+        foreign = forward_binding.foreign_name(original, callee.file) if original else None
+        return f"another library replaced it: {foreign}" if foreign else refusals.FUNCTION_UNKNOWN
     if is_ours or is_elsewhere(module):
         return refusals.elsewhere(module)
     if (left_out := refusals.left_out(pattern.repository)) is not None:
         return left_out
-    if not _is_ours(use):
-        package = package_function(use.function)
+    if not _is_ours(callee):
+        package = package_function(callee.function)
         return f"computed by {getattr(package, '__module__', package)}: register(over_packages=True) takes the kernel"
     return refusals.NOT_REGISTERED if registration.current is None else refusals.NOT_ASKED_FOR_BY_ANY
 
 
-def _is_ours(use: Use) -> bool:
-    """Tell whether a function is for the kernel: no installed package computes it, or the kernel goes before that."""
-    if package_function(use.function) is None:
+def _is_ours(callee: CalledFunction) -> bool:
+    """Tell whether the kernel may compute a function: no package does, or register(over_packages=True) was called."""
+    if package_function(callee.function) is None:
         return True
     return registration.current is not None and registration.current.over_packages
 
 
-def _module_of(active: Registration, use: Use) -> nn.Module:
-    """Return what `kernels` has made of a function, or makes of it, as transformers has it do."""
+def _function_module(active: Registration, callee: CalledFunction) -> nn.Module:
+    """Return the module that `kernels` made of a function, or let it make one, and put that into the modeling file."""
     from kernels import use_kernel_forward_from_hub
 
-    original: Any = original_function(use.function)
-    if use.function is original:
+    original: Any = original_function(callee.function)
+    if callee.function is original:
         if original not in active.functions:  # another file may have imported it
-            active.functions[original] = use_kernel_forward_from_hub(use.name)(original)
-        active.patches.attribute(sys.modules[use.file], use.name, active.functions[original])
-    active.functions[original] = use.function
-    cls: Any = type(use.function)
+            active.functions[original] = use_kernel_forward_from_hub(callee.name)(original)
+        active.patches.attribute(sys.modules[callee.file], callee.name, active.functions[original])
+    active.functions[original] = callee.function
+    cls: Any = type(callee.function)
     if "__reduce__" not in vars(cls):  # copies of a model get the module of the process, pickles refer to it by name
         active.patches.attribute(cls, "__deepcopy__", lambda self, memo: self)
         active.patches.attribute(cls, "__reduce__", lambda self: _by_name(original))
-    return use.function
+    return callee.function
 
 
 def _by_name(original: FunctionType) -> tuple[Callable[[str], Any], tuple[str]]:

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.binding.devices import awaits_weights
-from kernels_ext_npu.binding.forward_binding import layer_of, package_of
-from kernels_ext_npu.binding.loaded_kernels import owner_of
+from kernels_ext_npu.binding.forward_binding import bound_layer, bound_package
+from kernels_ext_npu.binding.loaded_kernels import forward_owner
 from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.swaps.protocol import Swapping
 
@@ -30,38 +30,38 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             package.packing.meet(module)
 
 
-def why_not_packed(module: nn.Module) -> str | None:
+def why_apart(module: nn.Module) -> str | None:
     """Return why a swapped MLP multiplies twice; None if it does not, or is no MLP with two projections."""
     pair = _multiplied(module)
     if pair is None:
         return None
-    packing = package_of(module).packing
-    apart = packing.separate(*pair)
+    layout = bound_package(module).packing
+    apart = layout.separate(*pair)
     if apart is None:
         return None
     if awaits_weights():
         return "its weights are on meta: once they are loaded kernelize(model) lays them side by side"
-    return packing.obstacle(*pair) or f"{apart}: kernelize(model) lays them so"
+    return layout.obstacle(*pair) or f"{apart}: kernelize(model) lays them so"
 
 
 def called(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     """Return gate and up of a swapped MLP as it calls them, with their adapters; None if it has no such pair."""
-    if layer_of(module) not in WITH_GATE_AND_UP:
+    if bound_layer(module) not in WITH_GATE_AND_UP:
         return None
-    gate, up, _ = package_of(module).packing.projections(module)
+    gate, up, _ = bound_package(module).packing.projections(module)
     return gate, up
 
 
 def unaligned(module: nn.Module) -> str | None:
     """Return why a swapped MLP that is trained computes in torch; None if it does not, or is no MLP."""
-    if not module.training or layer_of(module) not in MLPS.layers:
+    if not module.training or bound_layer(module) not in MLPS.layers:
         return None
-    return package_of(module).alignment.unaligned(module)
+    return bound_package(module).alignment.unaligned(module)
 
 
 def _multiplied(module: nn.Module) -> tuple[Any, Any] | None:
     """Return the layers of a swapped MLP that are laid side by side: of those with adapters what they adapt."""
     pair = called(module)
-    if pair is None or any(owner_of(each) != "lora" for each in pair) or layer_of(module) not in JOINING:
+    if pair is None or any(forward_owner(each) != "lora" for each in pair) or bound_layer(module) not in JOINING:
         return pair
     return pair[0].base_layer, pair[1].base_layer  # type: ignore[return-value]

@@ -21,12 +21,12 @@ from transformers.integrations import hub_kernels
 
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.binding import forward_binding, registration
-from kernels_ext_npu.binding.forward_binding import kernel_forward, layer_of
+from kernels_ext_npu.binding.forward_binding import bound_layer, kernel_forward
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, Kind
 from kernels_ext_npu.distribution import kernels_internals, sources
-from kernels_ext_npu.matching.classification import has_gated_projections, of_module
-from kernels_ext_npu.matching.indexer_scan import chooser
+from kernels_ext_npu.matching.classification import classify_module, has_gated_projections
+from kernels_ext_npu.matching.indexer_scan import indexer_rewriter
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.reasons import Reason
@@ -36,8 +36,8 @@ from kernels_ext_npu.swaps.experts.implementation import other_than_ours
 from kernels_ext_npu.swaps.linear import lora
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
-# of which no kernel is expected to serve all
-_OF_ANY_SORT = (catalogue.TABLES, catalogue.LAYER_NORMS, catalogue.PATCHES)
+# kinds of which no kernel is expected to serve all modules
+_PARTLY_SERVED = (catalogue.TABLES, catalogue.LAYER_NORMS, catalogue.PATCHES)
 # norms that are no RMS norms, so that no kernel could be missing for them
 _OTHER_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase, nn.LocalResponseNorm)
 
@@ -66,29 +66,28 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
             if reference is None and "forward" not in vars(module):
                 continue
             layers[module] = layer_for(module, reference)
-            if layers[module] != layer_of(module) and since_swapped(module) is not None:
+            if layers[module] != bound_layer(module) and since_swapped(module) is not None:
                 forward_binding.take_out(module)
-    asked = swapping.registration.served
-    asked |= layers
+    swapping.registration.module_layers = layers
     serving: dict[Any, str] = {type(module): layer for module, layer in layers.items() if layer is not None}
     for cls in serving:
         if not hasattr(cls, "kernel_layer_name"):
             swapping.registration.patches.attribute(cls, "kernel_layer_name", serving[cls])
     try:
-        swapping.take(swapping.mode)
+        swapping.bind_layers(swapping.mode)
         marks = {cls: cls.kernel_layer_name for cls in serving}
         others = {module: layer for module, layer in layers.items() if layer and layer != marks[type(module)]}
         # what the kernel of somebody else computes, as a `KernelConfig` may say, is left to it
-        left = {m: layer for m, layer in others.items() if layer_of(m) is not None or kernel_forward(m) is None}
-        kernels_internals.take(left, swapping.mode)
+        left = {m: layer for m, layer in others.items() if bound_layer(m) is not None or kernel_forward(m) is None}
+        kernels_internals.bind_layers(left, swapping.mode)
     finally:
-        for module in layers:
-            del asked[module]
+        swapping.registration.module_layers = {}
 
 
 def serves(module: nn.Module, layer: str) -> bool:
     """Tell whether a layer serves a module, or a function that `kernels` made a module of, which `kernels` asks."""
-    known = {} if registration.current is None else registration.current.served
+    active = registration.current
+    known = {} if active is None else {**active.function_layers, **active.module_layers}
     return layer == (known[module] if module in known else layer_for(module, find_pattern(type(module))))
 
 
@@ -100,9 +99,9 @@ def layer_for(module: nn.Module, reference: Pattern | None) -> str | None:
 def refusal(module: nn.Module, reference: Pattern | None) -> str | None:
     """Return why no kernel can take the place of a module's forward, which is that of a pattern; None if one can."""
     if reference is None:
-        stranger = forward_binding.stranger(module)
-        if stranger is not None:
-            return Reason("replaced", f"another library replaced its forward: {stranger}")
+        foreign = forward_binding.foreign_forward(module)
+        if foreign is not None:
+            return Reason("replaced", f"another library replaced its forward: {foreign}")
         return refusals.FORWARD_UNKNOWN
     reason = refusals.elsewhere(module) or forward_binding.refuse_wrapper(module)
     return reason or unwanted(module, reference) or why_not_served(module, reference)
@@ -124,10 +123,10 @@ def revert(model: nn.Module) -> None:
 
 def since_swapped(module: nn.Module) -> str | None:
     """Return why the kernel of ours in a module's place no longer fits; None if it does, or there is none."""
-    kernel = experts.kernel_of(module)
+    kernel = experts.serving_package(module)
     if kernel is not None and not kernel.gates.is_current(module):
         return "its gate reads other values"
-    layer = layer_of(module)
+    layer = bound_layer(module)
     if layer is None:
         return None
     reference = find_pattern(type(module))
@@ -144,14 +143,16 @@ def since_swapped(module: nn.Module) -> str | None:
 def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every module of a model that is of a kind that kernels serve, or that a kernel was swapped into."""
     for path, module in model.named_modules():
-        kind = of_module(module) or KIND_OF_LAYER.get(layer_of(module) or "")
-        if kind not in (None, catalogue.ATTENTION) and not (kind is catalogue.INDEXERS and chooser(type(module))):
+        kind = classify_module(module) or KIND_OF_LAYER.get(bound_layer(module) or "")
+        if kind not in (None, catalogue.ATTENTION) and not (
+            kind is catalogue.INDEXERS and indexer_rewriter(type(module))
+        ):
             yield _row(path, module, kind)
 
 
 def _row(path: str, module: nn.Module, kind: Kind) -> Row:
     row = functools.partial(Row, path, type(module).__name__, kind=kind.in_models)
-    layer = layer_of(module) or (experts.LAYER if experts.is_called_by_name(module) else None)
+    layer = bound_layer(module) or (experts.LAYER if experts.is_called_by_name(module) else None)
     if layer is not None:
         reason = since_swapped(module)
         return row(layer, reason is None, _remark(module) if reason is None else refusals.changed(module, reason))
@@ -168,7 +169,7 @@ def _row(path: str, module: nn.Module, kind: Kind) -> Row:
 def _remark(module: nn.Module) -> str | None:
     """Return what is not as fast as it could be in a module that is served."""
     pair = gate_up_layout.called(module)
-    apart = gate_up_layout.why_not_packed(module) or (None if pair is None else lora.why_apart(*pair))
+    apart = gate_up_layout.why_apart(module) or (None if pair is None else lora.why_apart(*pair))
     return f"two products, since {apart}" if apart else gate_up_layout.unaligned(module) or experts.remark(module)
 
 
@@ -180,8 +181,8 @@ def _is_other(module: nn.Module, kind: Kind, reference: Pattern | None) -> bool:
     """
     if reference is None:
         is_only_called_so = kind is catalogue.MLPS and not has_gated_projections(module)
-        is_rare = kind in (catalogue.ROUTERS, catalogue.ACTIVATIONS, *_OF_ANY_SORT)
+        is_rare = kind in (catalogue.ROUTERS, catalogue.ACTIVATIONS, *_PARTLY_SERVED)
         return is_rare or is_only_called_so or module in registration.restored
     if refusals.unwanted(module, reference.repository) is not None:
         return True
-    return kind in _OF_ANY_SORT and why_not_served(module, reference) is not None
+    return kind in _PARTLY_SERVED and why_not_served(module, reference) is not None

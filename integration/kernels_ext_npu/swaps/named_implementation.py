@@ -1,4 +1,4 @@
-"""Implementations of ours that configs name: transformers has tables of them for attention and for experts."""
+"""Our implementations that configs name: transformers looks attention and experts up in tables by name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class NamedImplementation:
     """An implementation, by the name that it has in transformers' table and in configs."""
 
     name: str
-    repository: str  # of the kernel that it calls
-    attribute: str  # of configs, which transformers reads
-    other_name: str | None = None  # a second one, for who takes names of a certain form only
+    repository: str  # the kernel that it calls
+    attribute: str  # the attribute of configs that transformers reads
+    other_name: str | None = None  # a second name, for libraries that only take names of a certain form
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -25,7 +25,7 @@ class NamedImplementation:
 
     @property
     def field(self) -> str:
-        """Where a config keeps it for itself: the attribute's setter reaches the configs inside, too."""
+        """The private field behind the attribute, whose public setter would also overwrite the sub-configs."""
         return f"{self.attribute}_internal"
 
     def named_in(self, config: Any) -> str | None:
@@ -41,13 +41,13 @@ class NamedImplementation:
         return self.named_in(config) in self.names
 
     def set_in(self, config: Any, before: str | None, name: str | None = None) -> None:
-        """Let a config name it, by any of its names, until unregister() or `take_out`, then what it named before."""
+        """Write one of its names into a config, until unregister() or `take_out` puts back what was there before."""
         assert registration.current is not None
         setattr(config, self.field, name or self.name)
         registration.current.patches.note(config, self.field, before, name or self.name)
 
     def take_out(self, config: Any, default: str) -> None:
-        """Let a config that names it name again what it did before; a copy, of which nobody knows that, the default."""
+        """Put back what a config named before; the default into a copy of a config, of which that is not known."""
         if self.is_named_by(config) and registration.current is not None:
             registration.current.patches.give_back(config, self.field)
         if self.is_named_by(config):

@@ -1,4 +1,4 @@
-"""What goes into a model: each kind of kernel has one way in, one way out, and rows for the report."""
+"""The protocol of swaps: how one kind of kernel gets into a model, out of it, and into the report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from kernels_ext_npu.binding.forward_binding import layer_of, own_forward
+from kernels_ext_npu.binding.forward_binding import bound_layer, own_forward
 from kernels_ext_npu.binding.loaded_kernels import package
 from kernels_ext_npu.binding.registration import Registration
 
@@ -52,12 +52,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Swapping:
-    """One act of swapping kernels into a model."""
+    """The context of one swap of kernels into a model."""
 
     registration: Registration  # what register() was told
     mode: Mode  # whether the model is trained or infers, as `kernels` knows it
-    take: Callable[[Mode], None]  # lets `kernels` take what is marked, from transformers' table
-    by_class: dict[type[nn.Module], list[nn.Module]]  # the modules of the model: what a class computes is asked once
+    bind_layers: Callable[[Mode], None]  # lets `kernels` bind layers to marked classes, by transformers' mapping
+    by_class: dict[type[nn.Module], list[nn.Module]]  # the model's modules by class
 
     @functools.cached_property
     def modules(self) -> list[nn.Module]:
@@ -68,7 +68,7 @@ class Swapping:
     def placed(self) -> list[tuple[nn.Module, str, Any]]:
         """The modules that layers of ours compute, each with its layer and package: for swaps after that of layers."""
         swapped = [module for module in self.modules if "forward" in vars(module)]
-        placed = [(module, layer) for module in swapped if (layer := layer_of(module)) is not None]
+        placed = [(module, layer) for module in swapped if (layer := bound_layer(module)) is not None]
         return [(module, layer, package(own_forward(module))) for module, layer in placed]  # type: ignore[arg-type]
 
 
@@ -76,7 +76,7 @@ class Swapping:
 class Swap:
     """One kind of kernel, and how it gets into a model, out of it, and into the report."""
 
-    name: str  # of the kind
+    name: str  # the name of the kind
     apply: Callable[[nn.Module, Swapping], None]  # swaps into a model; what is as it should be is left alone
     # changes transformers when kernels are registered, through `registration.patches`
     install: Callable[[Registration], None] = lambda _: None

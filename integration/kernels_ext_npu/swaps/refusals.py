@@ -1,4 +1,4 @@
-"""Why no kernel is in a module's place, or in a function's: what several kinds of kernels say, each written once."""
+"""Reasons why no kernel is swapped in, which several kinds of kernels share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from kernels_ext_npu.binding import loaded_kernels, registration
-from kernels_ext_npu.binding.devices import device_of, is_elsewhere
+from kernels_ext_npu.binding.devices import compute_device, is_elsewhere
 from kernels_ext_npu.reasons import Reason
 
 NOT_REGISTERED = Reason(
@@ -55,7 +55,7 @@ def unwanted(module: nn.Module, repository: str) -> Reason | None:
 
 def elsewhere(module: nn.Module) -> Reason | None:
     """Say of a module on another device where it is, and what to do; None where it is on the NPU."""
-    where = device_of(module)
+    where = compute_device(module)
     if where in ("npu", None):
         return None
     return Reason(
@@ -69,6 +69,6 @@ def served_by(forward: Callable) -> Reason:
     return Reason("served", f"served by {loaded_kernels.class_name(forward)} of the kernel {kernel}, which is not ours")
 
 
-def bypassed_by(stranger: str) -> Reason:
+def bypassed_by(foreign: str) -> Reason:
     """Say of what was swapped that another library's forward around it may compute without it."""
-    return Reason("passed by", f"but another library replaced the forward around it, and may not call it: {stranger}")
+    return Reason("passed by", f"but another library replaced the forward around it, and may not call it: {foreign}")

@@ -1,4 +1,4 @@
-"""What goes into a model, in order: a new kind of kernel is one entry here."""
+"""All swaps, in the order in which they go into a model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Queries and keys that several heads of values share, handed to a gated delta rule as they are.
+"""Grouped heads of gated delta rules: queries and keys are not repeated for the value heads that share them.
 
-Up to transformers 5.22 layers repeat them before they call it, so that no kernel knows that heads are equal. Where the
-rule is ours these lines are left out (matching/repeated_heads_scan.py), and heads share their chunks and products. As
-functions are swapped for a whole process, each call asks whether they are still ours.
+Up to transformers 5.22 layers repeat them before they call the rule. Where our kernel computes the rule these lines are
+left out (matching/repeated_heads_scan.py), since it supports grouped heads. Functions are swapped for the whole
+process, so each call checks that the kernel is still in place.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernels_ext_npu.binding.forward_binding import layer_of
+from kernels_ext_npu.binding.forward_binding import bound_layer
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, set_forward
-from kernels_ext_npu.matching.function_scan import Use, uses
+from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.matching.repeated_heads_scan import without_repeats
 from kernels_ext_npu.swaps.protocol import Swapping
@@ -27,25 +27,25 @@ _OWNER = "shared_heads"
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
-    """Let the layers of a swapped model repeat no heads for a rule that shares them."""
+    """Skip repeating queries and keys in layers of a model where the kernel supports grouped heads."""
     if REPOSITORY not in swapping.registration.kernels:
         return
     for cls, modules in swapping.by_class.items():
-        if (forward := _forward_of(cls, cls.forward)) is not None:  # type: ignore[arg-type]
+        if (forward := _sharing_forward(cls, cls.forward)) is not None:  # type: ignore[arg-type]
             for module in modules:
                 set_forward(module, forward, _OWNER)
 
 
-def _shares(use: Use) -> bool:
-    """Tell whether a function is a rule that a layer of ours computes with shared heads."""
-    pattern = find_pattern(use.function)
+def _shares(callee: CalledFunction) -> bool:
+    """Tell whether a function is a delta rule that a layer of ours computes with grouped heads."""
+    pattern = find_pattern(callee.function)
     return pattern is not None and pattern.layers[0] in _SHARING
 
 
 @functools.cache
-def _forward_of(cls: type[nn.Module], original: FunctionType) -> FunctionType | None:
-    """Return the forward of layers that choose, call by call; None for a class that repeats nothing for these rules."""
-    rules = [use for use in uses(cls) if _shares(use)]
+def _sharing_forward(cls: type[nn.Module], original: FunctionType) -> FunctionType | None:
+    """Return a forward that skips the repeats while the kernel is in place; None for a class that repeats nothing."""
+    rules = [callee for callee in called_functions(cls) if _shares(callee)]
     shared = without_repeats(original, frozenset(rule.name for rule in rules)) if rules else None
     if shared is None:
         return None
@@ -55,7 +55,7 @@ def _forward_of(cls: type[nn.Module], original: FunctionType) -> FunctionType | 
         if (
             type(self).forward is original
             and not torch.compiler.is_compiling()
-            and all(layer_of(rule.function) in _SHARING for rule in rules)
+            and all(bound_layer(rule.function) in _SHARING for rule in rules)
         ):
             return shared(self, *args, **kwargs)
         return type(self).forward(self, *args, **kwargs)

@@ -31,7 +31,7 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_costs, "WARM_UP", 1)
 
 
-def lines_of(kernels: set[str]) -> set[str]:
+def section_lines(kernels: set[str]) -> set[str]:
     """What a report has of a model for which these kernels have calls."""
     return {
         f"{kernel}, {phase}, {direction}"
@@ -59,7 +59,7 @@ def test_every_line_has_times_and_their_spread(on_a_card, tmp_path: Path) -> Non
     assert "it can be attached to an issue as it is" in result.stdout
     text = path.read_text("utf-8")
     written = json.loads(text)
-    assert {line["what"] for line in written["results"]} == lines_of(kernels)
+    assert {line["what"] for line in written["results"]} == section_lines(kernels)
     for line in written["results"]:
         for provider in ("transformers", "kernels-ext-npu"):
             figures = line[provider]
@@ -105,9 +105,12 @@ def test_lines_that_decide_claims_are_lines_of_a_report() -> None:
     for name in {model for model, _ in named}:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(shrunk_models.load(name, 8).config)
-        kernels = {call.kernel for call in recorded_calls.calls_of(model)} | {recorded_calls.STEP, recorded_calls.HEAD}
-        assert {line for model, line in named if model == name} <= lines_of(kernels)
+        kernels = {call.kernel for call in recorded_calls.find_calls(model)} | {
+            recorded_calls.STEP,
+            recorded_calls.HEAD,
+        }
+        assert {line for model, line in named if model == name} <= section_lines(kernels)
     assert {name for name, _ in named} <= set(PUBLISHED)
-    of_kernels = {line.partition(",")[0] for _, line in named}
-    without = {path.parent.name for path in ROOT.glob("*/build.toml")} - of_kernels
+    from_kernels = {line.partition(",")[0] for _, line in named}
+    without = {path.parent.name for path in ROOT.glob("*/build.toml")} - from_kernels
     assert without == {"Activation", "Linear"}  # and the page says why

@@ -59,7 +59,7 @@ def scaling(forward: Callable) -> Callable:
     return changed
 
 
-def of_class(model: nn.Module, name: str) -> list[nn.Module]:
+def modules_named(model: nn.Module, name: str) -> list[nn.Module]:
     """Return the modules of a class; of linear layers, where some have adapters, these alone."""
     found = [module for module in model.modules() if type(module).__name__ == name]
     return [module for module in found if hasattr(module, "base_layer")] or found
@@ -68,7 +68,7 @@ def of_class(model: nn.Module, name: str) -> list[nn.Module]:
 @contextmanager
 def class_forward(name: str, *models: nn.Module) -> Iterator[None]:
     """Give a class another forward."""
-    (cls,) = {type(module) for model in models for module in of_class(model, name)}
+    (cls,) = {type(module) for model in models for module in modules_named(model, name)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cls, "forward", scaling(cls.forward))
         yield
@@ -77,7 +77,7 @@ def class_forward(name: str, *models: nn.Module) -> Iterator[None]:
 @contextmanager
 def other_class(name: str, *models: nn.Module) -> Iterator[None]:
     """Give the modules of a class another class."""
-    modules = [module for model in models for module in of_class(model, name)]
+    modules = [module for model in models for module in modules_named(model, name)]
     cls: Any = type(modules[0])
 
     class Changed(cls):
@@ -94,7 +94,7 @@ def other_class(name: str, *models: nn.Module) -> Iterator[None]:
 @contextmanager
 def own_forward(name: str, *models: nn.Module) -> Iterator[None]:
     """Give modules forwards of their own."""
-    modules = [module for model in models for module in of_class(model, name)]
+    modules = [module for model in models for module in modules_named(model, name)]
     before = [vars(module).get("forward") for module in modules]
     for module in modules:
         module.forward = MethodType(scaling(type(module).forward), module)  # type: ignore[method-assign]
@@ -159,7 +159,7 @@ def test_it_computes_from_the_next_call_on_and_whenever_kernels_are_looked_at(su
 def test_a_graph_that_was_captured_before_is_captured_again(kind: str, change) -> None:
     torch._dynamo.reset()
     model = kernelized("qwen3")
-    module = of_class(model, kind)[0]
+    module = modules_named(model, kind)[0]
     original = kernels_ext_npu.restore(copy.deepcopy(module)).cpu()
     compiled = torch.compile(module, backend="eager", fullgraph=True)
     x = torch.randn(2, 5, next(module.parameters()).shape[-1], generator=torch.Generator().manual_seed(0))
@@ -170,7 +170,7 @@ def test_a_graph_that_was_captured_before_is_captured_again(kind: str, change) -
         assert_near(compiled(x.npu()), original(x))
 
 
-def test_it_may_take_more_than_what_it_is_in_the_place_of() -> None:
+def test_it_may_take_more_arguments_than_what_it_replaces() -> None:
     model = kernelized("qwen3")
     mlp: Any = model.model.layers[0].mlp
     x = torch.ones(1, 2, mlp.gate_proj.in_features, device="npu")
@@ -219,6 +219,6 @@ def test_layers_with_adapters_are_called_then(change) -> None:
 def test_what_does_not_fit_is_refused_as_by_the_class(name: str, kind: str, given: list[Any]) -> None:
     original, model = zoo.build(name), kernelized(name)
     with pytest.raises(Exception) as expected:  # noqa: PT011  whatever the class raises
-        of_class(original, kind)[0](*given)
+        modules_named(original, kind)[0](*given)
     with pytest.raises(expected.type):
-        of_class(model, kind)[0](*[each.npu() if isinstance(each, Tensor) else each for each in given])
+        modules_named(model, kind)[0](*[each.npu() if isinstance(each, Tensor) else each for each in given])

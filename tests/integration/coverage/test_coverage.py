@@ -75,7 +75,7 @@ def test_every_reason_is_about_something() -> None:
 def test_each_reason_is_a_limit_of_the_device_or_of_the_maths() -> None:
     for kind, code, text, name in listed():
         reason = classification.UNSUPPORTED[kind][name]
-        assert (reason.code, classification.text_of(reason), reason) == (code, text, f"{code}: {text}")
+        assert (reason.code, classification.without_code(reason), reason) == (code, text, f"{code}: {text}")
         assert code in classification.CODES
 
 
@@ -120,7 +120,7 @@ def test_a_kernelized_model_has_what_its_model_types_are_said_to_have(registered
     known = {(entry.file, entry.name): entry for row in folders for entry in row.entries}
     rows = {row.path: row for row in kernels_ext_npu.report(model)}
 
-    def entry_of(path: str) -> Entry | None:
+    def find_entry(path: str) -> Entry | None:
         module, _, function = path.rpartition(".")
         owner = model.get_submodule(module if is_function(path) else path)
         file = type(owner).__module__.rpartition("modeling_")[2]
@@ -131,7 +131,7 @@ def test_a_kernelized_model_has_what_its_model_types_are_said_to_have(registered
 
     swapped = set()
     for path, row in rows.items():
-        entry = entry_of(path)
+        entry = find_entry(path)
         if row.kind in (PATCHES.name, HEADS.in_models):  # a layer of torch, of which an instance may be served
             assert entry is None, path
             continue

@@ -11,7 +11,7 @@ from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConf
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.swaps.attention import latents
+from kernels_ext_npu.swaps.attention import mla_absorb
 from tests.support.sparse_models import MODELS, made
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -42,13 +42,13 @@ def steps(monkeypatch) -> list[str]:
     """Which way each attention took that was computed on latents."""
     taken: list[str] = []
     for name in ("attend", "attend_chosen"):
-        method = getattr(latents.Latents, name)
+        method = getattr(mla_absorb.Latents, name)
 
         def noted(self, *args: Any, name: str = name, method: Any = method) -> Tensor:
             taken.append(name)
             return method(self, *args)
 
-        monkeypatch.setattr(latents.Latents, name, noted)
+        monkeypatch.setattr(mla_absorb.Latents, name, noted)
     return taken
 
 

@@ -91,13 +91,13 @@ def test_models_take_kernels_of_either_source_offline(run_forked, home: Path, ch
         torch.save(dict(zoo.inputs(name, zoo.build(name))), folder / "inputs.pt")
     arguments = ["hub", str(dense), "hub", str(mixture), "bundled", str(dense)]
     lines = run_forked(SERVE, *arguments, HF_HOME=str(home), **OFFLINE).stdout.splitlines()
-    of_dense = "CrossEntropy", "FlashAttention", "RMSNorm", "RoPE", "SwiGLU"
+    dense = "CrossEntropy", "FlashAttention", "RMSNorm", "RoPE", "SwiGLU"
     for line, expected in zip(
         lines,
         [
-            [snapshot(home, name) for name in of_dense],
+            [snapshot(home, name) for name in dense],
             [snapshot(home, "FusedMoE")],
-            [str(sources.root("bundled") / name) for name in of_dense],
+            [str(sources.root("bundled") / name) for name in dense],
         ],
         strict=True,
     ):

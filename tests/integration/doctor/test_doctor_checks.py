@@ -20,7 +20,7 @@ from kernels_ext_npu.doctor.findings import Verdict
 from kernels_ext_npu.doctor.observations import Outcome, run
 from kernels_ext_npu.doctor.probes import copies_and_cache, hardware_and_cann, swapped_and_compared, torch_npu_alone
 from kernels_ext_npu.machine import description
-from kernels_ext_npu.machine.cann_releases import release_of, sentences
+from kernels_ext_npu.machine.cann_releases import parse_release, sentences
 from tests.support import doctor_faults as faults
 
 
@@ -201,7 +201,7 @@ def test_versions_of_cann(monkeypatch, tmp_path: Path, version: str | None, verd
     finding = device.cann(faults.observed(disk=run(hardware_and_cann, 60)))
     assert (finding.verdict, finding.summary) == (verdict, words.format(home=home))
     if verdict is Verdict.OK:  # and it is told what a later release would bring
-        assert finding.details == tuple(sentences(release_of(version)))
+        assert finding.details == tuple(sentences(parse_release(version)))
     if verdict is Verdict.PROBLEM:
         assert "InvalidVersion" in str(finding.advice)
         assert finding.see == "InvalidVersion: Invalid version"

@@ -88,7 +88,7 @@ def test_rows_that_ranks_share_exchange_heads_of_neighbours_and_gather_keys_of_o
     found = report("inspect", tmp_path, "--cp", ranks, "--tokens", TOKENS)
     assert found["mesh"]["ranks"] == found["mesh"]["fsdp"] == ranks
     phases = {phase: sent(found["variants"][-1][phase]) for phase in ("forward", "step")}
-    of_cp = {
+    cp_ranks = {
         phase: {(key[0], key[2]): of for key, of in each.items() if key[1] == "cp"} for phase, each in phases.items()
     }
     forward, step, groups = {}, {}, ranks // neighbours
@@ -100,7 +100,7 @@ def test_rows_that_ranks_share_exchange_heads_of_neighbours_and_gather_keys_of_o
         tokens = TOKENS if window is None else groups * 2 * (window - 1)
         gathered = 2 * FEW, 2 * FEW * 2 * tokens * keys // neighbours * WIDTH
         forward["all_gather", groups] = step["all_gather", groups] = step["reduce_scatter", groups] = gathered
-    assert of_cp == {"forward": forward, "step": step}
+    assert cp_ranks == {"forward": forward, "step": step}
 
 
 def test_packed_attention_multiplies_within_sequences(tmp_path: Path) -> None:

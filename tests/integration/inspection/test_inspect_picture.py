@@ -12,7 +12,7 @@ from transformers import AutoConfig, Qwen3ForCausalLM
 
 from kernels_ext_npu.inspection import picture
 from kernels_ext_npu.inspection.counting.counts import Counts
-from kernels_ext_npu.inspection.inspecting import ALL, ORIGINAL, UPDATE, Inspection, Variant
+from kernels_ext_npu.inspection.inspecting import ALL, ORIGINAL, UPDATE, Inspection, KernelSet
 from kernels_ext_npu.inspection.mesh import ONE
 from kernels_ext_npu.inspection.subject import Subject
 from kernels_ext_npu.measuring.roofline import SOCS
@@ -26,20 +26,20 @@ PEAKS, OPTIMIZER = (48, 22), 61
 
 
 def inspection(with_update: bool = False, with_step: bool = True) -> Inspection:
-    variants = [Variant(ORIGINAL), Variant(ALL)]
-    for which, variant in enumerate(variants):
+    kernel_sets = [KernelSet(ORIGINAL), KernelSet(ALL)]
+    for which, kernel_set in enumerate(kernel_sets):
         launches = Counter({name: pair[which] for name, pair in (LAUNCHES | OTHERS).items()})
         moved = Counter({name: round(pair[which] * 1e9) for name, pair in GIGABYTES.items()})
         counts = Counts(launches=launches, bytes=moved, waits=9 * (1 - which), peak=PEAKS[which] * 10**9)
-        variant.counts = {"forward": counts, "step": counts if with_step else None}
+        kernel_set.counts = {"forward": counts, "step": counts if with_step else None}
         if with_update:
             for phase, peak in zip(UPDATE, (1, OPTIMIZER)):
-                variant.counts[phase] = Counts(
+                kernel_set.counts[phase] = Counts(
                     launches=Counter({"add": 4}), bytes=Counter({"add": 7 * 10**9}), peak=peak * 10**9
                 )
     subject = Subject("tiny", AutoConfig.for_model("qwen3"), Qwen3ForCausalLM, [])
     mesh, soc = ONE, SOCS["910b"]
-    return Inspection(subject, "1 × 8 tokens", torch.bfloat16, soc, mesh, 1, 2, Report([]), variants, [])
+    return Inspection(subject, "1 × 8 tokens", torch.bfloat16, soc, mesh, 1, 2, Report([]), kernel_sets, [])
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["step", "whole step"])

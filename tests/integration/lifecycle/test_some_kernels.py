@@ -19,24 +19,24 @@ from tests.support import zoo
 
 NAMES = ", ".join(REPOSITORIES)
 
-OF_OTHERS = (LAYER_NORMS, HYPER_CONNECTIONS, RECURRENCES, FORGET_GATES, INDEXERS, COMPRESSORS)
+OTHER_KERNELS = (LAYER_NORMS, HYPER_CONNECTIONS, RECURRENCES, FORGET_GATES, INDEXERS, COMPRESSORS)
 # of those that qwen3_next has modules for
-KINDS_OF = {
-    repository.name: {kind.in_models for kind in repository.kinds if kind not in OF_OTHERS}
+KINDS_BY_KERNEL = {
+    repository.name: {kind.in_models for kind in repository.kinds if kind not in OTHER_KERNELS}
     for repository in SERVING
     if repository.name not in ("Activation", "Linear")
 }
 
 
-@pytest.mark.parametrize("kernel", KINDS_OF)
+@pytest.mark.parametrize("kernel", KINDS_BY_KERNEL)
 def test_one_kernel_serves_its_kinds_alone(kernel: str) -> None:
     kernels_ext_npu.register(kernels=[kernel], strict=True)  # what was left out on purpose is no defect
     model = kernels_ext_npu.kernelize(zoo.build("qwen3_next").to("npu"))
     rows = [row for row in kernels_ext_npu.report(model) if row.kind != HEADS.in_models]
-    assert {row.kind for row in rows if row.swapped} == KINDS_OF[kernel]
-    assert {row.kind for row in rows} == set().union(*KINDS_OF.values())
+    assert {row.kind for row in rows if row.swapped} == KINDS_BY_KERNEL[kernel]
+    assert {row.kind for row in rows} == set().union(*KINDS_BY_KERNEL.values())
     for row in rows:
-        repository = next(name for name, kinds in KINDS_OF.items() if row.kind in kinds)
+        repository = next(name for name, kinds in KINDS_BY_KERNEL.items() if row.kind in kinds)
         left_out = f"register(kernels=['{kernel}']) leaves {repository} out"
         assert row.reason == (None if repository == kernel else left_out)
 

@@ -18,8 +18,8 @@ from kernels_ext_npu.matching.fingerprint import fingerprint
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
 from kernels_ext_npu.patterns.norms.rms_norms import GemmaRMSNorm, LlamaRMSNorm
+from kernels_ext_npu.patterns.reworded import reworded
 from kernels_ext_npu.patterns.rotary import rope_tables
-from kernels_ext_npu.patterns.variant import variant
 
 SQUARE = "hidden_states.pow(2).mean(-1, keepdim=True)"
 MEAN = f"variance = {SQUARE}"
@@ -42,7 +42,7 @@ WRITTEN: dict[str, tuple[type[nn.Module], dict[str, str], str | None]] = {
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_norm_in_other_words_matches_where_it_computes_the_same(name: str) -> None:
     base, changes, layer = WRITTEN[name]
-    found = find_pattern(variant(name, base, changes))
+    found = find_pattern(reworded(name, base, changes))
     assert (found and found.layers) == (layer and (layer,))
 
 
@@ -181,13 +181,13 @@ def test_every_reference_matches_itself_and_no_other() -> None:
 
 def test_a_variant_says_which_words_are_not_there() -> None:
     with pytest.raises(ValueError, match=r"LlamaRMSNorm\.forward has no 'nowhere'"):
-        variant("Other", LlamaRMSNorm, {"nowhere": ""})
+        reworded("Other", LlamaRMSNorm, {"nowhere": ""})
 
 
 def test_two_variants_of_a_file_have_two_names() -> None:
     """The source of one would be read, and compared, for the other."""
     with pytest.raises(ValueError, match=r"rms_norms\.Olmo2RMSNorm> already"):
-        variant("Olmo2RMSNorm", LlamaRMSNorm, {"mean(-1": "mean(-2"})
+        reworded("Olmo2RMSNorm", LlamaRMSNorm, {"mean(-1": "mean(-2"})
 
 
 class Named(nn.Module):

@@ -30,7 +30,7 @@ FUNCTIONS = {name: case for name, case in CASES.items() if not case.is_node}
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 each_function = pytest.mark.parametrize("case", FUNCTIONS.values(), ids=FUNCTIONS)
 # torch_npu gives zeros for the tangent of a gradient of any product, `x @ w` too: backward and then forward
-OF_PRODUCTS = [CASES[name] for name in ("attention", "linears", "hyper_connection, one token")]
+PRODUCT_CASES = [CASES[name] for name in ("attention", "linears", "hyper_connection, one token")]
 Derivative = Callable[..., Sequence[Tensor]]
 
 
@@ -116,7 +116,7 @@ def transformed(function: Callable[..., Tensor], *inputs: Tensor, is_twice: bool
 
 @each_function
 def test_torch_func_gives_the_derivatives_of_the_formula(case: Case) -> None:
-    on_both(case, partial(transformed, is_twice=case not in OF_PRODUCTS))
+    on_both(case, partial(transformed, is_twice=case not in PRODUCT_CASES))
 
 
 def for_each_sample(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
@@ -132,7 +132,7 @@ def for_each_sample(function: Callable[..., Tensor], *inputs: Tensor) -> list[Te
     return found
 
 
-def of_two_at_once(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+def two_at_once(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
     """Go backward once for two gradients of the result."""
     trained = [x.detach().requires_grad_() for x in inputs]
     y = function(*trained)
@@ -142,7 +142,7 @@ def of_two_at_once(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Te
 
 @each_case
 def test_a_backward_of_several_gradients_is_that_of_each(case: Case) -> None:
-    on_both(case, of_two_at_once)
+    on_both(case, two_at_once)
 
 
 @each_function
@@ -220,7 +220,7 @@ def tokens(samples: int = 3) -> Tensor:
     return torch.randint(2, 90, (samples, 6), generator=torch.Generator().manual_seed(0))
 
 
-def of_next(logits: Tensor, ids: Tensor) -> Tensor:
+def next_derivative(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
@@ -232,13 +232,13 @@ def test_a_whole_model_has_a_gradient_for_every_sample(registered, name: str) ->
 
     def lost(parameters: dict[str, Tensor], ids: Tensor) -> Tensor:
         options = {"input_ids": ids[None], "use_cache": False}
-        return of_next(functional_call(model, (parameters, buffers), (), options).logits, ids[None])
+        return next_derivative(functional_call(model, (parameters, buffers), (), options).logits, ids[None])
 
     found = vmap(grad(lost), (None, 0))(state, ids.to("npu"))
     original = build(name)
     for number, sample in enumerate(ids):
         original.zero_grad()
-        of_next(original(input_ids=sample[None], use_cache=False).logits, sample[None]).backward()
+        next_derivative(original(input_ids=sample[None], use_cache=False).logits, sample[None]).backward()
         expected = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in original.named_parameters()}
         assert_gradients_near({n: gradient[number] for n, gradient in found.items()}, expected)
 

@@ -59,7 +59,7 @@ def test_a_function_is_one_graph(function: Function, is_dynamic: bool) -> None:
     assert operators(compiled, given) == operators(call, given)
 
 
-def of_layers() -> list:
+def layer_cases() -> list:
     """Return a case of each layer; most wait for a long run, since there are graphs of the functions that they call."""
     cases = {case.name: case for case in CASES if case.name != LOOKS}
     late = {name for number, name in enumerate(sorted(cases, key=LAYERS.get)) if number % 5}
@@ -67,7 +67,7 @@ def of_layers() -> list:
     return [pytest.param(case, marks=[pytest.mark.long] * (name in late), id=name) for name, case in cases.items()]
 
 
-@pytest.mark.parametrize("case", of_layers())
+@pytest.mark.parametrize("case", layer_cases())
 def test_a_layer_is_one_graph(case: Layer) -> None:
     layer: type[nn.Module] = getattr(kernel(case.repository).layers, case.name)
     members = {"forward": in_a_graph(layer.forward), "__module__": layer.__module__}

@@ -23,7 +23,7 @@ from tests.support.differentiated import kernel
 from tests.support.empty_calls import CASES, WITHOUT_GRADIENTS, Case
 
 ROTATIONS = [pattern for pattern in FUNCTION_PATTERNS if pattern.repository == "RoPE"]
-OF_ONE_IMAGE = {"inkling2_vision", "qwen2_vl_vision", "minimax_m3_vl_tower"}  # without a dimension of rows
+ONE_IMAGE_LAYERS = {"inkling2_vision", "qwen2_vl_vision", "minimax_m3_vl_tower"}  # without a dimension of rows
 REPOSITORY = {function.name: function.repository for function in functions.FUNCTIONS}
 
 
@@ -96,7 +96,7 @@ def test_a_layer_gives_zeros_to_what_has_gradients(layer: str, number: int) -> N
     ("pattern", "batch", "positions"),
     [
         *((pattern, 2, 0) for pattern in ROTATIONS),
-        *((pattern, 0, 6) for pattern in ROTATIONS if pattern.original.__name__ not in OF_ONE_IMAGE),
+        *((pattern, 0, 6) for pattern in ROTATIONS if pattern.original.__name__ not in ONE_IMAGE_LAYERS),
     ],
     ids=lambda value: value.original.__name__ if isinstance(value, Pattern) else str(value),
 )

@@ -24,14 +24,15 @@ def test_the_counted_release_is_the_newest_one() -> None:
     assert f"NEXT := transformers=={COUNTED}\n" in (TESTS.parent / "Makefile").read_text()
 
 
-@pytest.mark.parametrize("of_weight", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_results_and_gradients_are_the_originals(subtests, dtype, of_weight) -> None:
+def test_results_and_gradients_are_the_originals(subtests, dtype, weight_dtype) -> None:
     """To 1e-6 of the norm in float32: sums in another order. In bfloat16 each is no further from float64, but for that.
 
     There 1e-3 for the order of sums in float32.
     """
-    originals = [instance(c).to(of_weight) for c in differing(c for c in classes(NORMS) if c.__name__ not in REFUSED)]
+    served = differing(cls for cls in classes(NORMS) if cls.__name__ not in REFUSED)
+    originals = [instance(cls).to(weight_dtype) for cls in served]
     for original, device in zip(originals, swapped(*originals)):
         with subtests.test(type(original).__name__):
             arguments = inputs(original, dtype)
@@ -40,12 +41,12 @@ def test_results_and_gradients_are_the_originals(subtests, dtype, of_weight) -> 
             counters = softnpu.counters()
             assert counters["npu_rms_norm_backward"] == 1
             # a norm of 16 bits before SiLU of a gate is not kept, but computed again; one that is cast last has 32
-            is_narrow = dtype is of_weight is torch.bfloat16 and find_pattern(type(original)).layers[0] != CAST_LAST
+            is_narrow = dtype is weight_dtype is torch.bfloat16 and find_pattern(type(original)).layers[0] != CAST_LAST
             again = counters.get("npu_swiglu_backward", 0) if is_narrow else 0
             assert counters["npu_rms_norm"] == 1 + again
             assert counters["stream_syncs"] == 0
             own = results(original, *arguments)
-            if dtype is of_weight is torch.float32:
+            if dtype is weight_dtype is torch.float32:
                 assert_agree(found, own, 1e-6)
                 continue
             for each in zip(found, own, in_float64(original, *arguments), strict=True):

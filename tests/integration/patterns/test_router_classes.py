@@ -39,7 +39,7 @@ def swapped(router: nn.Module) -> nn.Module:
     return device
 
 
-def layer_of(cls: type[nn.Module]) -> str:
+def bound_layer(cls: type[nn.Module]) -> str:
     return find_pattern(cls).layers[0]
 
 
@@ -47,7 +47,7 @@ def compared(dtype: torch.dtype, normalises: bool) -> list[type[nn.Module]]:
     """All that are written differently; in other ways one for each layer, whose others have the same forward."""
     if dtype is torch.float32 and normalises:
         return transformers_files.differing(served())
-    one = {layer_of(cls): cls for cls in served()}
+    one = {bound_layer(cls): cls for cls in served()}
     return [cls for layer, cls in one.items() if dtype is torch.float32 or layer not in FLOAT32]
 
 
@@ -66,7 +66,7 @@ def test_inference_gives_what_the_original_gives(subtests, dtype, normalises) ->
             softnpu.reset_counters()
             logits, weights, experts = call(router, x.npu())
             counters = softnpu.counters()
-            assert sum(counters.get(name, 0) for name in ONE_LAUNCH) == (layer_of(cls) not in IN_TORCH)
+            assert sum(counters.get(name, 0) for name in ONE_LAUNCH) == (bound_layer(cls) not in IN_TORCH)
             assert counters["stream_syncs"] == 0
             own_logits, own_weights, own_experts = call(original, x)
             assert agree(logits, own_logits, TOLERANCES[dtype])

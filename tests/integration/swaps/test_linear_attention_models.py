@@ -137,14 +137,14 @@ def test_a_function_of_an_installed_package_stays_unless_told_otherwise(monkeypa
     """As transformers takes it where flash-linear-attention is installed: its wrapper holds the package's function."""
     from transformers.models.qwen3_next import modeling_qwen3_next
 
-    def of_package(query, key, value, g, beta, **kwargs):
+    def package_rule(query, key, value, g, beta, **kwargs):
         raise AssertionError
 
-    of_package.__module__ = "fla.ops.gated_delta_rule"
+    package_rule.__module__ = "fla.ops.gated_delta_rule"
     module = modeling_qwen3_next.torch_chunk_gated_delta_rule
-    wrapped = cell_of(vars(type(module))["forward"], "func")
-    for name, value in {"implementation": of_package, "is_new_implementation": True}.items():
-        cell = cell_of(wrapped, name, itself=True)
+    wrapped = find_cell(vars(type(module))["forward"], "func")
+    for name, value in {"implementation": package_rule, "is_new_implementation": True}.items():
+        cell = find_cell(wrapped, name, itself=True)
         monkeypatch.setattr(cell, "cell_contents", value)
     found = rows(kernelized("qwen3_next"))["torch_chunk_gated_delta_rule"]
     assert not found.swapped
@@ -154,7 +154,7 @@ def test_a_function_of_an_installed_package_stays_unless_told_otherwise(monkeypa
     assert rows(kernelized("qwen3_next"))["torch_chunk_gated_delta_rule"].swapped
 
 
-def cell_of(function: FunctionType, name: str, itself: bool = False):
+def find_cell(function: FunctionType, name: str, itself: bool = False):
     cell = function.__closure__[function.__code__.co_freevars.index(name)]
     return cell if itself else cell.cell_contents
 

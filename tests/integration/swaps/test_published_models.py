@@ -86,17 +86,17 @@ def test_models_with_linear_attention_stay_below_these_figures(name, launches, g
     """
     forward, step = (counted(name, phase=phase) for phase in ("forward", "step"))
     assert [counts.launches.total() <= most for counts, most in zip((forward, step), launches)] == [True] * 2
-    of_experts = step.bytes["npu_grouped_matmul"]
-    assert of_experts <= 540e9
-    assert step.bytes.total() - of_experts <= gigabytes * 1e9
+    expert_bytes = step.bytes["npu_grouped_matmul"]
+    assert expert_bytes <= 540e9
+    assert step.bytes.total() - expert_bytes <= gigabytes * 1e9
     assert step.peak <= peak * 1e9
     assert not step.on_ai_cpu
     assert step.waits == forward.waits == 0
 
 
 def test_a_step_of_32768_tokens_with_checkpointing_holds_a_third() -> None:
-    of_many = partial(counted, "Qwen3-8B", tokens=32768, prepare=checkpointed)
-    with_loss, without = of_many(), of_many("CrossEntropy")
+    long_prompt = partial(counted, "Qwen3-8B", tokens=32768, prepare=checkpointed)
+    with_loss, without = long_prompt(), long_prompt("CrossEntropy")
     assert 3 * with_loss.peak <= without.peak
     assert with_loss.bytes.total() <= MORE_BYTES * without.bytes.total()
 
@@ -130,8 +130,8 @@ def test_holding_the_output_costs_one_product_and_its_result(prepare: Prepare) -
 @pytest.mark.parametrize(("dropout", "most"), [(0.0, (1.5, 0.45, 0.6)), (0.05, (inf, 0.8, 0.7))])
 def test_a_step_with_adapters_moves_less(dropout: float, most: tuple[float, float, float]) -> None:
     """Nothing large is cast, and layers of one input are one node; of dropout masks are kept, and not what is left."""
-    of_adapters = partial(counted, "Qwen3-8B", "CrossEntropy", prepare=partial(adapted, dropout))
-    counts, before = of_adapters(), of_adapters("Linear")
+    adapted_counts = partial(counted, "Qwen3-8B", "CrossEntropy", prepare=partial(adapted, dropout))
+    counts, before = adapted_counts(), adapted_counts("Linear")
     assert counts.launches.total() <= most[0] * before.launches.total()
     assert counts.bytes.total() <= most[1] * before.bytes.total()
     assert counts.peak <= most[2] * before.peak

@@ -216,11 +216,11 @@ def judge(program: Program, name: str, seed: int, refused: dict[str, Exception |
     What each side raised is taken out, since it keeps what was computed until then.
     """
     error = refused.pop("npu", None)
-    of_twin = type(refused.pop("cpu", None))
+    twin_result = type(refused.pop("cpu", None))
     if error is None:  # the twin alone: the device can do more than the CPU, or the model more than a plain one
         program.is_over = True
         return
-    if type(error) is of_twin:
+    if type(error) is twin_result:
         return
     if name in DOCUMENTED and re.search(DOCUMENTED[name], str(error)):
         program.is_over = name == "call"

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.matching.function_scan import uses
+from kernels_ext_npu.matching.function_scan import called_functions
 from tests.support.programs import variants
 
 
@@ -133,7 +133,7 @@ class Side:
     @contextmanager
     def by_original_functions(self) -> Iterator[None]:
         """Let functions, of which there is one for the process, compute as transformers wrote them."""
-        found = {use.function for module in self.model.modules() for use in uses(type(module))}
+        found = {callee.function for module in self.model.modules() for callee in called_functions(type(module))}
         held = {function: vars(function)["forward"] for function in found if "forward" in vars(function)}
         for function in held:
             del function.forward

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from tests.support.saving.ways import WAYS, Way, into, of_state
+from tests.support.saving.ways import WAYS, Way, from_state_dict, into
 
 FILE = "state.pt"
 
@@ -24,9 +24,9 @@ def read(folder: Path, **options: Any) -> Any:
 
 copies: dict[Path, Any] = {}
 WAYS |= {
-    "torch_state_dict": of_state(saved, read)._replace(kinds=("dense", "experts", "adapted")),
+    "torch_state_dict": from_state_dict(saved, read)._replace(kinds=("dense", "experts", "adapted")),
     # the format before archives, which writes storages as they are
-    "torch_legacy": of_state(lambda *args: saved(*args, _use_new_zipfile_serialization=False), read),
+    "torch_legacy": from_state_dict(lambda *args: saved(*args, _use_new_zipfile_serialization=False), read),
     # where it was saved from, and the model holds what was loaded
     "torch_state_dict_onto_the_device": Way(
         lambda model, folder: saved(model.state_dict(), folder),

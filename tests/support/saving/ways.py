@@ -23,7 +23,9 @@ class Way(NamedTuple):
 WAYS: dict[str, Way] = {}
 
 
-def of_state(write: Callable[[dict[str, Tensor], Path], object], read: Callable[[Path], Mapping[str, Tensor]]) -> Way:
+def from_state_dict(
+    write: Callable[[dict[str, Tensor], Path], object], read: Callable[[Path], Mapping[str, Tensor]]
+) -> Way:
     """Return the way that writes a state dict into a folder, and reads it, whole, from there."""
     return Way(lambda model, folder: write(model.state_dict(), folder), lambda fresh, folder: into(fresh, read(folder)))
 

@@ -8,7 +8,7 @@ from kernels_ext_npu import environment
 from kernels_ext_npu.doctor.findings import Finding, explained, not_checked, ok, problem, remedy, warning
 from kernels_ext_npu.doctor.observations import SOFTWARE_CANN, Observations, scripts
 from kernels_ext_npu.doctor.probes import CANN, DEVICE, DEVICES, SOFTNPU
-from kernels_ext_npu.machine.cann_releases import release_of, sentences
+from kernels_ext_npu.machine.cann_releases import parse_release, sentences
 
 INVISIBLE = "none visible to torch_npu"
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
@@ -113,7 +113,7 @@ def _read(seen: Observations) -> Finding:
     read, true = as_kernels_reads(found), re.match(r"(\d+)\.(\d+)", found)
     if read and true and read != f"{int(true[1])}.{int(true[2])}":
         return warning(f"{found}{place}, which kernels reads as {read}", **remedy("CANN is read as another", read=read))
-    return ok(f"{found}{place}; kernels reads {read}", details=tuple(sentences(release_of(found))))
+    return ok(f"{found}{place}; kernels reads {read}", details=tuple(sentences(parse_release(found))))
 
 
 def _absent(seen: Observations) -> Finding:
@@ -123,6 +123,6 @@ def _absent(seen: Observations) -> Finding:
         said = "not found: ASCEND_HOME_PATH is not set, and it is in none of its usual folders"
         return problem(said, **remedy("no CANN"))
     if seen.software:
-        less = tuple(sentences(release_of(SOFTWARE_CANN)))
+        less = tuple(sentences(parse_release(SOFTWARE_CANN)))
         return ok(f"none, and none is needed: the software device stands for {SOFTWARE_CANN}", details=less)
     return not_checked("none found; the software device needs none")

@@ -15,8 +15,12 @@ from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_gr
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _NO_MESSAGE = ("wait_tensor", "barrier", "monitored_barrier_")
-_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "recv")  # of torch.distributed
-_CLONING = ("all_reduce", "all_reduce_coalesced", "broadcast")  # of the second family: in place, on a copy
+_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "recv")  # functions of torch.distributed
+_CLONING = (
+    "all_reduce",
+    "all_reduce_coalesced",
+    "broadcast",
+)  # functional ones that work in place on a copy
 
 
 def is_collective(operator: torch._ops.OpOverload) -> bool:
@@ -24,7 +28,7 @@ def is_collective(operator: torch._ops.OpOverload) -> bool:
     return operator.namespace in _NAMESPACES
 
 
-def name_of(operator: torch._ops.OpOverload) -> str | None:
+def collective_name(operator: torch._ops.OpOverload) -> str | None:
     """Return the name in ``torch.distributed``; None of what sends nothing.
 
     Each family, and each overload, spells it in its own way.

@@ -14,7 +14,7 @@ from kernels_ext_npu.inspection.counting import collectives
 from kernels_ext_npu.inspection.counting.counts import Collective, Counts
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.memory import Memory
-from kernels_ext_npu.measuring.costs import Cost, bytes_of, what_runs
+from kernels_ext_npu.measuring.costs import Cost, byte_size, what_runs
 from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.measuring.inside import Inside
 from kernels_ext_npu.measuring.products import flops, multiplies
@@ -94,15 +94,15 @@ class Counting(Cost):
         return self._counts
 
     def _count_message(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> None:
-        name = collectives.name_of(operator)
+        name = collectives.collective_name(operator)
         if name is None:
             return
         group = collectives.group(operator, args, kwargs)
         key = Collective(name, collectives.axis(name, self._axes[group.group_name]), group.size())
         self._counts.calls[key] += 1
         # what is reduced, gathered, scattered or exchanged as a whole: the larger side of it
-        self._counts.messages[key] += max(bytes_of(value) for value in (*args, *kwargs.values(), result))
-        if collectives.clones(operator) and (cloned := 2 * bytes_of(result)):
+        self._counts.messages[key] += max(byte_size(value) for value in (*args, *kwargs.values(), result))
+        if collectives.clones(operator) and (cloned := 2 * byte_size(result)):
             self.launches["clone"] += 1
             self.kernels["clone"] += 1
             self.bytes["clone"] += cloned

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from kernels_ext_npu.inspection.counting import collectives
 from kernels_ext_npu.measuring.costs import LIKE
 from kernels_ext_npu.measuring.distance import tensors
-from kernels_ext_npu.measuring.products import name_of
+from kernels_ext_npu.measuring.products import operator_name
 
 _MASKED = ("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 LARGEST = 2**25  # elements that are worth computing: more than the attention mask of 4096 tokens has
@@ -50,7 +50,7 @@ class KnownValues:
 
     def run(self, operator: OpOverload, args: tuple, kwargs: dict) -> Any:
         """Run an operator, and return its result; raise UnknownValueError if that needs values that are unknown."""
-        name = name_of(operator)
+        name = operator_name(operator)
         if name == "_local_scalar_dense":
             self.waits += args[0].device.type == "npu"
             value = self._value(args[0])
@@ -232,7 +232,7 @@ def _crossings(name: str, args: tuple, kwargs: dict, result: Any) -> tuple[int, 
         target, source = args[:2] if name == "copy_" else (result, args[0])
         way = source.device.type, target.device.type
         return way == ("npu", "cpu"), way == ("cpu", "npu")
-    if name == "lift_fresh":  # of torch.tensor(), behind the copy
+    if name == "lift_fresh":  # torch.tensor() calls it after its copy
         return 0, args[0].device.type == "npu"
     if name in _MASKED:  # for how many a mask selects
         return args[0].device.type == "npu" and _has_mask(args[1]), False

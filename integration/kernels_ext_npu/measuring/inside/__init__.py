@@ -27,7 +27,7 @@ from kernels_ext_npu.measuring.inside import (  # noqa: F401  their rows
 )
 from kernels_ext_npu.measuring.inside.strided import contiguous, view_copy
 from kernels_ext_npu.measuring.inside.table import ROWS, Call, Kernel, Row
-from kernels_ext_npu.measuring.products import arguments, name_of
+from kernels_ext_npu.measuring.products import arguments, operator_name
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def inside(operator: OpOverload, args: tuple, kwargs: dict, result: Any, moved: 
         moved: the bytes of the tensors that go in and out, less those that are left unread.
         cann: the release.
     """
-    name = name_of(operator)
+    name = operator_name(operator)
     found = ROWS.get(name) or ROWS.get(name.rstrip("_"))
     if all(tensor.device.type == "cpu" for tensor in tensors((args, kwargs, result))):
         return Inside((Kernel(name, moved, is_main=True),), moved)  # the host's

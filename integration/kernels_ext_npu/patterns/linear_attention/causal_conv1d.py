@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 
 from kernels_ext_npu.patterns.pattern import Pattern
 
-# of transformers: they keep no packed sequences apart, as those of mamba-ssm may
+# transformers' own scans keep packed sequences not apart; those of mamba-ssm may
 _SCANS = ("mamba2_chunk_scan", "mamba_selective_scan")
 
 
@@ -39,7 +39,7 @@ def causal_conv1d_fn(hidden_states, weight, bias=None, activation=None, **kwargs
 
 
 PATTERNS = (
-    Pattern(causal_conv1d_fn, ("CausalConv1dBeforeScan",), beside=_SCANS),
+    Pattern(causal_conv1d_fn, ("CausalConv1dBeforeScan",), sibling_functions=_SCANS),
     Pattern(causal_conv1d_fn, ("CausalConv1d",)),
     Pattern(causal_conv1d_update, ("CausalConv1dUpdate",)),
 )

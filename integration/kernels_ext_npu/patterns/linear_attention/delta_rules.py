@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers.utils.import_utils import is_torchdynamo_exporting
 
 from kernels_ext_npu.patterns.pattern import Pattern
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.patterns.reworded import reworded
 
 # in transformers 5.23 these functions repeat heads, in place of who calls them
 _REPEATS = {
@@ -29,7 +29,7 @@ def l2norm(x, dim=-1, eps=1e-06):
 
 
 _BY_DIVISION = {"torch.rsqrt": "torch.sqrt", "x * inv_norm": "x / inv_norm"}
-l2norm_by_division = variant("l2norm_by_division", l2norm, _BY_DIVISION)
+l2norm_by_division = reworded("l2norm_by_division", l2norm, _BY_DIVISION)
 
 
 def chunk_gated_delta_rule(
@@ -262,8 +262,8 @@ _CHUNK, _STEP = chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 PATTERNS = (
     Pattern(_CHUNK, ("ChunkGatedDeltaRule",)),
     Pattern(_STEP, ("FusedRecurrentGatedDeltaRule",)),
-    Pattern(variant(f"{_CHUNK.__name__}_of_fewer_keys", _CHUNK, _REPEATS), ("ChunkGatedDeltaRule",)),
-    Pattern(variant(f"{_STEP.__name__}_of_fewer_keys", _STEP, _REPEATS), ("FusedRecurrentGatedDeltaRule",)),
+    Pattern(reworded(f"{_CHUNK.__name__}_of_fewer_keys", _CHUNK, _REPEATS), ("ChunkGatedDeltaRule",)),
+    Pattern(reworded(f"{_STEP.__name__}_of_fewer_keys", _STEP, _REPEATS), ("FusedRecurrentGatedDeltaRule",)),
     Pattern(chunk_kda, ("ChunkKDA",)),
     Pattern(fused_recurrent_kda, ("FusedRecurrentKDA",)),
 )

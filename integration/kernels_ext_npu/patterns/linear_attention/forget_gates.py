@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernels_ext_npu.patterns.pattern import Pattern, where
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.patterns.pattern import Pattern, require
+from kernels_ext_npu.patterns.reworded import reworded
 
 
 class KimiLinearForgetGate(nn.Module):
@@ -29,7 +29,7 @@ class KimiLinearForgetGate(nn.Module):
 
 
 # may bound its gates from below
-Glm5NextTextForgetGate = variant(
+Glm5NextTextForgetGate = reworded(
     "Glm5NextTextForgetGate",
     KimiLinearForgetGate,
     {
@@ -46,7 +46,7 @@ def _is_unbounded(module: Any) -> bool:
     return module.safe_gate_lower_bound is None
 
 
-_UNBOUNDED = where(_is_unbounded, "it bounds its gates by {0.safe_gate_lower_bound}")
+_UNBOUNDED = require(_is_unbounded, "it bounds its gates by {0.safe_gate_lower_bound}")
 PATTERNS = (
     Pattern(KimiLinearForgetGate, ("ForgetGate",)),
     Pattern(Glm5NextTextForgetGate, ("ForgetGate",), _UNBOUNDED, holds=_is_unbounded),

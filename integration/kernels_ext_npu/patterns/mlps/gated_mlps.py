@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.activations import ACT2FN
 
-from kernels_ext_npu.patterns.hooks import has_hooks
-from kernels_ext_npu.patterns.pattern import Pattern, alike, misread, where
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.module_state import has_hooks
+from kernels_ext_npu.patterns.pattern import Pattern, misread, patterns_for, require
+from kernels_ext_npu.patterns.reworded import reworded
 
 ACTIVATED_BY: dict[str, Callable[[Tensor], Tensor]] = {
     "SwiGLUMLP": F.silu,
@@ -57,7 +57,7 @@ class LlamaMLP(MLP):
 
 
 _LFM2 = {"self.act_fn": "F.silu", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-Lfm2MLP = variant("Lfm2MLP", LlamaMLP, _LFM2)
+Lfm2MLP = reworded("Lfm2MLP", LlamaMLP, _LFM2)
 
 
 class RecurrentGemmaMlp(MLP):
@@ -96,7 +96,7 @@ class Llama4TextMLP(MLP):
 
 # the expert of Mixtral in transformers 4, where each is a module of its own
 _MIXTRAL = {"activation_fn": "act_fn", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-MixtralBlockSparseTop2MLP = variant("MixtralBlockSparseTop2MLP", Llama4TextMLP, _MIXTRAL)
+MixtralBlockSparseTop2MLP = reworded("MixtralBlockSparseTop2MLP", Llama4TextMLP, _MIXTRAL)
 
 
 class Phi3MLP(MLP):
@@ -117,7 +117,7 @@ class GraniteMoeSharedMLP(MLP):
         return self.output_linear(hidden_states)
 
 
-def activation_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
+def activation_function(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return the activation of an instance, which transformers sets from the config.
 
     Lfm2 has none: its forward says silu.
@@ -137,7 +137,7 @@ def activated_layer(module: nn.Module) -> str | None:
 
     It is told by its values: many classes have one formula.
     """
-    activation = activation_of(module)
+    activation = activation_function(module)
     if isinstance(activation, nn.Module) and any(True for _ in (*activation.parameters(), *activation.buffers())):
         return None
     with _disable_current_modes(), torch.no_grad():  # with fake tensors there would be no values
@@ -165,7 +165,7 @@ def refuse_activation(module: nn.Module) -> str | None:
     taken = held[0] if held else None
     if taken != named:
         return misread(taken, named)
-    activation = activation_of(module)
+    activation = activation_function(module)
     if has_hooks(activation):
         return "hooks watch its activation, which the kernel does not call"
     if activated_layer(module) is None:
@@ -207,14 +207,16 @@ def _is_dense(module: Any) -> bool:
     return module.activation_sparsity <= 0
 
 
-_DENSE = where(
+_DENSE = require(
     _is_dense,
     "it keeps the largest gates only (activation_sparsity is {0.activation_sparsity})",
     refuse_gated,
 )
 PATTERNS = (
-    *alike(GATED, LlamaMLP, RecurrentGemmaMlp, limits=refuse_gated, choose=gated_layer),
+    *patterns_for(GATED, LlamaMLP, RecurrentGemmaMlp, limits=refuse_gated, choose=gated_layer),
     Pattern(Gemma3nTextMLP, GATED, _DENSE, gated_layer, holds=_is_dense),
-    *alike(GATED, BeamMLP, Llama4TextMLP, Lfm2MLP, MixtralBlockSparseTop2MLP, limits=refuse_gated, choose=gated_layer),
-    *alike(FUSED, Phi3MLP, GraniteMoeSharedMLP, limits=refuse_fused, choose=lambda m: f"Fused{gated_layer(m)}"),
+    *patterns_for(
+        GATED, BeamMLP, Llama4TextMLP, Lfm2MLP, MixtralBlockSparseTop2MLP, limits=refuse_gated, choose=gated_layer
+    ),
+    *patterns_for(FUSED, Phi3MLP, GraniteMoeSharedMLP, limits=refuse_fused, choose=lambda m: f"Fused{gated_layer(m)}"),
 )

@@ -3,10 +3,10 @@
 import torch
 from torch.nn import functional as F
 
+from kernels_ext_npu.module_state import COMPUTED, static_getattr
 from kernels_ext_npu.patterns.moe.softmax_routers import Router
-from kernels_ext_npu.patterns.pattern import Pattern, unread, where
-from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.patterns.pattern import Pattern, ignores, require
+from kernels_ext_npu.patterns.reworded import reworded
 
 
 class DeepseekV3TopkRouter(Router):
@@ -40,7 +40,7 @@ class DeepseekV3TopkRouter(Router):
         return router_logits, topk_weights, topk_indices
 
 
-# of Beam, whose scale is applied to what its experts give
+# Beam's router, whose scale is applied to the output of the experts
 _WITHOUT_SCALE = {
     ".type(torch.float32)": ".float()",
     ", sorted=False": "",
@@ -63,9 +63,9 @@ _IN_FLOAT32 = {
     "    if self.norm_topk_prob:\n        denominator": "    denominator",
     "        topk_weights /=": "    topk_weights /=",
 }
-BeamTopKRouter = variant("BeamTopKRouter", DeepseekV3TopkRouter, _WITHOUT_SCALE)
-Mistral4TopkRouter = variant("Mistral4TopkRouter", DeepseekV3TopkRouter, _SOFTMAX)
-MistralLarge4TextTopkRouter = variant("MistralLarge4TextTopkRouter", Mistral4TopkRouter, _IN_FLOAT32)
+BeamTopKRouter = reworded("BeamTopKRouter", DeepseekV3TopkRouter, _WITHOUT_SCALE)
+Mistral4TopkRouter = reworded("Mistral4TopkRouter", DeepseekV3TopkRouter, _SOFTMAX)
+MistralLarge4TextTopkRouter = reworded("MistralLarge4TextTopkRouter", Mistral4TopkRouter, _IN_FLOAT32)
 
 
 class DeepseekV2TopkRouter(Router):
@@ -95,17 +95,17 @@ class DeepseekV2TopkRouter(Router):
         return router_logits, topk_weights, topk_indices
 
 
-_GREEDY = where(
+_GREEDY = require(
     lambda router: router.topk_method in ("greedy", "group_limited_greedy"),
     "its topk_method is {0.topk_method}, the kernel has greedy and group_limited_greedy",
 )
-_WIDE = where(
+_WIDE = require(
     lambda router: (weight := static_getattr(router, "weight")) is COMPUTED or weight.dtype is torch.float32,
     "it compares probabilities that are rounded to {0.weight.dtype}, and the operator compares them in float32",
 )
 PATTERNS = (
     Pattern(DeepseekV3TopkRouter, ("SigmoidTopKRouter",)),
-    Pattern(BeamTopKRouter, ("SigmoidTopKRouter",), unread(routed_scaling_factor=1.0)),
+    Pattern(BeamTopKRouter, ("SigmoidTopKRouter",), ignores(routed_scaling_factor=1.0)),
     Pattern(MistralLarge4TextTopkRouter, ("GroupedSoftmaxTopKRouterNormalised",)),
     Pattern(DeepseekV2TopkRouter, ("GroupedSoftmaxTopKRouter",), _GREEDY, rechecks_every_call=True),
     Pattern(Mistral4TopkRouter, ("GroupedSoftmaxTopKRouterNarrow",), _WIDE, rechecks_every_call=True),

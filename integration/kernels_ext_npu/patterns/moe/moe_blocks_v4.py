@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from kernels_ext_npu.module_state import COMPUTED, static_getattr
 from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP, MixtralBlockSparseTop2MLP
-from kernels_ext_npu.patterns.pattern import Part, alike, unread
-from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.patterns.pattern import Part, ignores, patterns_for
+from kernels_ext_npu.patterns.reworded import reworded
 
 
 class Qwen3MoeSparseMoeBlock(nn.Module):
@@ -72,10 +72,10 @@ _NOISE = {
     hidden_states = hidden_states.view""",
     "    if self.norm_topk_prob:\n        routing": "    routing",
 }
-Qwen2MoeSparseMoeBlock = variant("Qwen2MoeSparseMoeBlock", Qwen3MoeSparseMoeBlock, _SHARED)
+Qwen2MoeSparseMoeBlock = reworded("Qwen2MoeSparseMoeBlock", Qwen3MoeSparseMoeBlock, _SHARED)
 Qwen2MoeSparseMoeBlock.norm_topk_prob = False
-OlmoeSparseMoeBlock = variant("OlmoeSparseMoeBlock", Qwen3MoeSparseMoeBlock, _ALL_EXPERTS)
-MixtralSparseMoeBlock = variant("MixtralSparseMoeBlock", Qwen3MoeSparseMoeBlock, _NOISE)
+OlmoeSparseMoeBlock = reworded("OlmoeSparseMoeBlock", Qwen3MoeSparseMoeBlock, _ALL_EXPERTS)
+MixtralSparseMoeBlock = reworded("MixtralSparseMoeBlock", Qwen3MoeSparseMoeBlock, _NOISE)
 MixtralSparseMoeBlock.expert = MixtralBlockSparseTop2MLP
 
 
@@ -164,8 +164,8 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def _refuse(block: Any) -> str | None:
-    """What changes later, and what only the weights show, the kernel sees in every forward, and the report says."""
-    if getattr(block, "ep_rank", 0):  # of DeepSeek-V2
+    """Return why a block is not served. Later changes, and what weights show, the kernel checks in every forward."""
+    if getattr(block, "ep_rank", 0):  # DeepSeek-V2 splits experts itself
         return f"it has the experts of rank {block.ep_rank} only"
     experts = list(block.experts)
     weight = static_getattr(block.gate, "weight")
@@ -187,13 +187,13 @@ _EXPERTS = Part(
     is_called=True,  # where it has hooks
 )
 
-_SPARSE = partial(alike, ("SparseMoEBlock",), parts=(_EXPERTS,), rechecks_every_call=True)
-_QUIET = unread(_refuse, jitter_noise=0.0)  # in training
+_SPARSE = partial(patterns_for, ("SparseMoEBlock",), parts=(_EXPERTS,), rechecks_every_call=True)
+_QUIET = ignores(_refuse, jitter_noise=0.0)  # in training
 PATTERNS = (
-    *_SPARSE(Qwen3MoeSparseMoeBlock, OlmoeSparseMoeBlock, limits=unread(_QUIET, shared_expert=None)),
+    *_SPARSE(Qwen3MoeSparseMoeBlock, OlmoeSparseMoeBlock, limits=ignores(_QUIET, shared_expert=None)),
     *_SPARSE(Qwen2MoeSparseMoeBlock, limits=_QUIET),
-    *_SPARSE(MixtralSparseMoeBlock, limits=unread(_refuse, norm_topk_prob=True, shared_expert=None)),
-    *alike(
+    *_SPARSE(MixtralSparseMoeBlock, limits=ignores(_refuse, norm_topk_prob=True, shared_expert=None)),
+    *patterns_for(
         ("GatedMoEBlock",), DeepseekV3MoE, DeepseekV2MoE, limits=_refuse, parts=(_EXPERTS,), rechecks_every_call=True
     ),
 )

@@ -10,8 +10,8 @@ from transformers.activations import ACT2FN
 from transformers.utils.generic import maybe_autocast
 
 from kernels_ext_npu.patterns.moe.softmax_routers import Router
-from kernels_ext_npu.patterns.pattern import Part, Pattern, where
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.patterns.pattern import Part, Pattern, require
+from kernels_ext_npu.patterns.reworded import reworded
 
 
 class AXK2TopkRouter(Router):
@@ -67,8 +67,8 @@ _OTHER_WORDS = {
     "    return router_logits, top_k_weights": """    router_scores = top_k_weights
     return router_logits, router_scores""",
 }
-MiniMaxM2TopKRouter = variant("MiniMaxM2TopKRouter", MiniMaxM3VLTopKRouter, _GIVEN_BIAS | _OTHER_WORDS)
-HYV3TopKRouter = variant("HYV3TopKRouter", MiniMaxM3VLTopKRouter, _GIVEN_BIAS | _IN_FLOAT32)
+MiniMaxM2TopKRouter = reworded("MiniMaxM2TopKRouter", MiniMaxM3VLTopKRouter, _GIVEN_BIAS | _OTHER_WORDS)
+HYV3TopKRouter = reworded("HYV3TopKRouter", MiniMaxM3VLTopKRouter, _GIVEN_BIAS | _IN_FLOAT32)
 HYV3TopKRouter.router_scaling_factor = 1.0
 
 
@@ -148,7 +148,7 @@ class Inkling2TopKRouter(Router):
         return logits, weights * self.routed_scaling_factor, indices
 
 
-_UNGROUPED = where(
+_UNGROUPED = require(
     lambda router: router.num_group is None,
     "it fills groups that are not chosen with 0, and the operator leaves them out: a negative bias tells",
 )

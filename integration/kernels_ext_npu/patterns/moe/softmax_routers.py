@@ -5,8 +5,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
-from kernels_ext_npu.patterns.pattern import Part, Pattern, unread, where
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.patterns.pattern import Part, Pattern, ignores, require
+from kernels_ext_npu.patterns.reworded import reworded
 
 
 class Router(nn.Module):
@@ -47,8 +47,8 @@ _WEIGHTS_IN_FLOAT32 = {
     "(router_logits, dtype=torch.float, dim=-1)": "(router_logits.float(), dim=-1)",
     "    router_top_value = router_top_value.to(router_logits.dtype)\n": "",
 }
-Qwen3_5MoeTopKRouter = variant("Qwen3_5MoeTopKRouter", Qwen3MoeTopKRouter, _ALWAYS_NORMALISED)
-MixtralTopKRouter = variant("MixtralTopKRouter", Qwen3_5MoeTopKRouter, _WEIGHTS_IN_FLOAT32)
+Qwen3_5MoeTopKRouter = reworded("Qwen3_5MoeTopKRouter", Qwen3MoeTopKRouter, _ALWAYS_NORMALISED)
+MixtralTopKRouter = reworded("MixtralTopKRouter", Qwen3_5MoeTopKRouter, _WEIGHTS_IN_FLOAT32)
 
 
 class LaraMiniTopKRouter(Router):
@@ -172,15 +172,15 @@ class LongcatFlashTopkRouter(Router):
         return torch.topk(scores_for_choice, k=self.top_k, dim=-1, sorted=False)[1]
 
 
-_BY_SOFTMAX = where(
+_BY_SOFTMAX = require(
     lambda router: router.expert_selection_fn == "softmax",
     "its expert_selection_fn is {0.expert_selection_fn}, the kernel has softmax",
 )
 # the tree says super().forward, and not of what
-_LINEAR = where(lambda router: type(router).__bases__ == (nn.Linear,), "its product is not that of a linear layer")
+_LINEAR = require(lambda router: type(router).__bases__ == (nn.Linear,), "its product is not that of a linear layer")
 _STATICS = Part("moe_statics", (Ernie4_5_MoeStatics,), "its moe_statics is a {}")
 
-_NORMALISED = unread(norm_topk_prob=True)
+_NORMALISED = ignores(norm_topk_prob=True)
 
 PATTERNS = (
     Pattern(Qwen3MoeTopKRouter, ("SoftmaxTopKRouter",)),

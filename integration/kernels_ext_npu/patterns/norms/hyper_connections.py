@@ -9,7 +9,7 @@ from torch import nn
 from transformers.utils.generic import maybe_autocast
 
 from kernels_ext_npu.patterns.norms.rms_norms import DeepseekV4UnweightedRMSNorm
-from kernels_ext_npu.patterns.pattern import Part, Pattern, where
+from kernels_ext_npu.patterns.pattern import Part, Pattern, require
 
 
 class HYV4UnweightedRMSNorm(nn.Module):
@@ -109,7 +109,7 @@ class HYV4HyperHead(DeepseekV4HyperHead):
         return out.to(x.dtype)
 
 
-_ROUNDS = where(
+_ROUNDS = require(
     lambda module: module.hc_eps > 0 and module.hc_sinkhorn_iters >= 1,
     "hc_eps is {0.hc_eps} and hc_sinkhorn_iters {0.hc_sinkhorn_iters}: its weights may have no logarithm",
 )

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from kernels_ext_npu.module_state import COMPUTED, static_getattr
 from kernels_ext_npu.patterns.norms.rms_norms import Norm, refuse_dimensions, refuse_eps
-from kernels_ext_npu.patterns.pattern import Pattern, unread, where
-from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
+from kernels_ext_npu.patterns.pattern import Pattern, ignores, require
 
 
 class CohereLayerNorm(Norm):
@@ -86,7 +86,7 @@ def _refuse_norm(module: Any) -> str | None:
     return None
 
 
-_AFFINE = where(
+_AFFINE = require(
     lambda module: module.weight.dtype is module.bias.dtype,
     "its weight is {0.weight.dtype} and its bias {0.bias.dtype}",
     _refuse_weight,
@@ -94,6 +94,6 @@ _AFFINE = where(
 PATTERNS = (
     Pattern(CohereLayerNorm, ("LayerNormFloat32",), _refuse_weight),
     Pattern(DebertaLayerNorm, ("LayerNorm",), _AFFINE),
-    Pattern(OlmoLayerNorm, ("LayerNormFloat32",), unread(refuse_dimensions, weight=None, variance_epsilon=1e-5)),
+    Pattern(OlmoLayerNorm, ("LayerNormFloat32",), ignores(refuse_dimensions, weight=None, variance_epsilon=1e-5)),
     Pattern(BertSelfOutput, ("AddLayerNorm",), _refuse_norm),
 )

@@ -7,10 +7,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN, SiLUActivation
 
-from kernels_ext_npu.patterns.hooks import CALL, all_have_hooks
-from kernels_ext_npu.patterns.pattern import Pattern, alike, unread, where
-from kernels_ext_npu.patterns.static_getattr import COMPUTED, static_getattr
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.module_state import COMPUTED, TORCH_CALL, all_have_hooks, static_getattr
+from kernels_ext_npu.patterns.pattern import Pattern, ignores, patterns_for, require
+from kernels_ext_npu.patterns.reworded import reworded
 
 
 class Norm(nn.Module):
@@ -34,8 +33,8 @@ class LlamaRMSNorm(Norm):
 # the norms that round once, at their end
 _ROUNDED_ONCE = {"self.weight * hidden_states.to(input_dtype)": "(self.weight * hidden_states).to(input_dtype)"}
 _WEIGHT_IN_FLOAT32 = {"self.weight * hidden_states": "self.weight.to(torch.float32) * hidden_states"}
-Olmo2RMSNorm = variant("Olmo2RMSNorm", LlamaRMSNorm, _ROUNDED_ONCE)
-HeliumRMSNorm = variant("HeliumRMSNorm", Olmo2RMSNorm, _WEIGHT_IN_FLOAT32)
+Olmo2RMSNorm = reworded("Olmo2RMSNorm", LlamaRMSNorm, _ROUNDED_ONCE)
+HeliumRMSNorm = reworded("HeliumRMSNorm", Olmo2RMSNorm, _WEIGHT_IN_FLOAT32)
 
 
 class T5LayerNorm(LlamaRMSNorm):
@@ -85,10 +84,10 @@ class MoshiRMSNorm(NanoChatRMSNorm):
 
 # rounds before it multiplies by the weight
 _ROUNDED_FIRST = {"(x.float())": "(x.float()).type_as(x)", ".weight.float()": ".weight", "output.type_as(x)": "output"}
-Llama4TextRMSNorm = variant("Llama4TextRMSNorm", MoshiRMSNorm, _ROUNDED_FIRST)
+Llama4TextRMSNorm = reworded("Llama4TextRMSNorm", MoshiRMSNorm, _ROUNDED_FIRST)
 # zero-centred: the scale is 1 + weight, a sum in float32, and in the second one in the dtype of the weight
-GemmaRMSNorm = variant("GemmaRMSNorm", MoshiRMSNorm, {"self.weight.float()": "(1.0 + self.weight.float())"})
-MuseSparkRMSNorm = variant("MuseSparkRMSNorm", MoshiRMSNorm, {"self.weight.float()": "(1.0 + self.weight).float()"})
+GemmaRMSNorm = reworded("GemmaRMSNorm", MoshiRMSNorm, {"self.weight.float()": "(1.0 + self.weight.float())"})
+MuseSparkRMSNorm = reworded("MuseSparkRMSNorm", MoshiRMSNorm, {"self.weight.float()": "(1.0 + self.weight).float()"})
 
 
 class Qwen4ExpTextRMSNorm(MoshiRMSNorm):
@@ -197,9 +196,9 @@ _IN_GROUPS = {
     hidden_states = hidden_states_group.view(*prefix_dims, group_count * self.group_size)
     return """,
 }
-KimiLinearRMSNormGated = variant("KimiLinearRMSNormGated", Qwen3NextRMSNormGated, _GATED_AND_ROUNDED_ONCE)
-MambaRMSNormGated = variant("MambaRMSNormGated", LlamaRMSNorm, _GATE_FIRST)
-Zamba2RMSNormGated = variant("Zamba2RMSNormGated", MambaRMSNormGated, _IN_GROUPS)
+KimiLinearRMSNormGated = reworded("KimiLinearRMSNormGated", Qwen3NextRMSNormGated, _GATED_AND_ROUNDED_ONCE)
+MambaRMSNormGated = reworded("MambaRMSNormGated", LlamaRMSNorm, _GATE_FIRST)
+Zamba2RMSNormGated = reworded("Zamba2RMSNormGated", MambaRMSNormGated, _IN_GROUPS)
 
 
 def refuse_eps(module: Any) -> str | None:
@@ -242,13 +241,13 @@ def _is_unbiased(module: Any) -> bool:
     return module.bias is None
 
 
-_SCALED = where(
+_SCALED = require(
     _is_scaled,
     "with_scale is {0.with_scale}, which its weight contradicts",
     _refuse_optional_weight,
 )
-_WHOLE = where(_is_whole, "it norms groups of the last dimension", refuse_weighted)
-_REDUCED_IN_FLOAT32 = where(
+_WHOLE = require(_is_whole, "it norms groups of the last dimension", refuse_weighted)
+_REDUCED_IN_FLOAT32 = require(
     lambda module: module.force_float32_reductions,
     "it squares in the dtype of its input, the kernel in float32",
     refuse_weighted,
@@ -258,33 +257,37 @@ _FORWARDS = [cls.forward for cls in _GATES]
 
 
 def _is_gated_as_named(_: Any) -> bool:
-    """Whether the activations that the forward makes are called, and compute, as they were written."""
-    return [cls.forward for cls in _GATES] == _FORWARDS and all(cls.__call__ is CALL for cls in _GATES)
+    """Tell whether nobody has replaced the forwards or calls of the activations that the forward creates."""
+    return [cls.forward for cls in _GATES] == _FORWARDS and all(cls.__call__ is TORCH_CALL for cls in _GATES)
 
 
-_UNWATCHED = where(
+_UNWATCHED = require(
     lambda module: not all_have_hooks() and _is_gated_as_named(module),
     "hooks watch its activation, or it was replaced, and the kernel does not call it",
     refuse_weighted,
 )
-_ACTIVATED = where(
+_ACTIVATED = require(
     lambda module: module.activation in ("silu", "swish", "sigmoid"),
     "its activation is {0.activation!r}, the kernel has silu and sigmoid",
     _UNWATCHED,
 )
 PATTERNS = (
-    *alike(("RMSNorm",), LlamaRMSNorm, Llama4TextRMSNorm, CpmAntLayerNorm, TimestepRMSNorm, limits=refuse_weighted),
-    *alike(("RMSNormCastLast",), Olmo2RMSNorm, HeliumRMSNorm, MoshiRMSNorm, limits=refuse_weighted),
+    *patterns_for(
+        ("RMSNorm",), LlamaRMSNorm, Llama4TextRMSNorm, CpmAntLayerNorm, TimestepRMSNorm, limits=refuse_weighted
+    ),
+    *patterns_for(("RMSNormCastLast",), Olmo2RMSNorm, HeliumRMSNorm, MoshiRMSNorm, limits=refuse_weighted),
     Pattern(Gemma4RMSNorm, ("RMSNormCastLast",), _SCALED, holds=_is_scaled),
     Pattern(TorchRMSNorm, ("RMSNormCastLast",), lambda m: refuse_dimensions(m) or _refuse_optional_weight(m)),
-    Pattern(XLSTMRMSNorm, ("RMSNorm",), where(_is_unbiased, "it adds a bias", _REDUCED_IN_FLOAT32), holds=_is_unbiased),
-    *alike(("RMSNormZeroCentered",), GemmaRMSNorm, MuseSparkRMSNorm, limits=refuse_weighted),
+    Pattern(
+        XLSTMRMSNorm, ("RMSNorm",), require(_is_unbiased, "it adds a bias", _REDUCED_IN_FLOAT32), holds=_is_unbiased
+    ),
+    *patterns_for(("RMSNormZeroCentered",), GemmaRMSNorm, MuseSparkRMSNorm, limits=refuse_weighted),
     Pattern(Qwen4ExpTextRMSNorm, ("RMSNormZeroCentered",), _WHOLE, holds=_is_whole),
-    *alike(("RMSNormWeightless",), NanoChatRMSNorm, Inkling2UnweightedRMSNorm, limits=refuse_eps),
+    *patterns_for(("RMSNormWeightless",), NanoChatRMSNorm, Inkling2UnweightedRMSNorm, limits=refuse_eps),
     Pattern(DeepseekV4UnweightedRMSNorm, ("RMSNormWeightless",), refuse_eps),
     Pattern(T5LayerNorm, ("T5LayerNorm",), refuse_weighted),
     Pattern(Qwen3NextRMSNormGated, ("RMSNormGated",), _ACTIVATED),
     Pattern(KimiLinearRMSNormGated, ("RMSNormGatedCastLast",), _ACTIVATED),
-    Pattern(MambaRMSNormGated, ("MambaRMSNormGated",), unread(refuse_weighted, group_size=None)),
+    Pattern(MambaRMSNormGated, ("MambaRMSNormGated",), ignores(refuse_weighted, group_size=None)),
     Pattern(Zamba2RMSNormGated, ("MambaRMSNormGated",), refuse_weighted),
 )

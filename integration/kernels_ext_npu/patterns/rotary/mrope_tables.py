@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.modeling_rope_utils import dynamic_rope_update
 
+from kernels_ext_npu.patterns.reworded import reworded
 from kernels_ext_npu.patterns.rotary.rope_tables import BY_TYPE, IN_FLOAT32, SINGLE, UNTRAINED, table
-from kernels_ext_npu.patterns.variant import variant
 
 
 class Qwen2_5_VLRotaryEmbedding(nn.Module):
@@ -40,8 +40,8 @@ class Qwen2_5_VLRotaryEmbedding(nn.Module):
 
 _QWEN = Qwen2_5_VLRotaryEmbedding
 _BY_SECTIONS = {"expand(3,": "expand(len(self.mrope_section),", "dtype=x.dtype": "x.dtype"}  # a dimension for each
-_ERNIE = variant("Ernie4_5_VLMoeTextRotaryEmbedding", _QWEN, IN_FLOAT32)
-_HUNYUAN = variant("HunYuanVLRotaryEmbedding", _QWEN, _BY_SECTIONS)
+_ERNIE = reworded("Ernie4_5_VLMoeTextRotaryEmbedding", _QWEN, IN_FLOAT32)
+_HUNYUAN = reworded("HunYuanVLRotaryEmbedding", _QWEN, _BY_SECTIONS)
 _HUNYUAN.mrope_section = (3, 3, 3, 3)
 
 
@@ -65,14 +65,14 @@ class CohereCompassRotaryEmbedding(nn.Module):
         return torch.stack([freq_row, freq_column], dim=-1).flatten(-2).repeat(1, 1, 2)
 
 
-_OF_ROWS = {  # and columns
+_ROWS = {  # and columns
     "expand(3,": "expand(2,",
     "sin = self.recomposition_frequencies(sin, layer_type)": "cos = self.recomposition_frequencies(cos)",
     "cos = self.recomposition_frequencies(cos, layer_type)": "sin = self.recomposition_frequencies(sin)",
     "dtype=x.dtype": "x.dtype",
 }
 _COMPASS = CohereCompassRotaryEmbedding
-_NEO_MME = variant("NeoMMERotaryEmbedding", _COMPASS, _OF_ROWS)
+_NEO_MME = reworded("NeoMMERotaryEmbedding", _COMPASS, _ROWS)
 
 
 class Qwen2VLVisionRotaryEmbedding(nn.Module):
@@ -95,8 +95,8 @@ class Qwen2VLVisionRotaryEmbedding(nn.Module):
 _PATCHES = Qwen2VLVisionRotaryEmbedding
 _CAST = {"cos, sin": "cos.to(x.dtype), sin.to(x.dtype)"}
 _CAST_BY_NAME = {"cos, sin": "cos.to(dtype=x.dtype), sin.to(dtype=x.dtype)"}
-_PIXTRAL = variant("PixtralVisionRotaryEmbedding", _PATCHES, _CAST)
-_MUSE_SPARK = variant("MuseSparkVisionRotaryEmbedding", _PATCHES, _CAST_BY_NAME)
+_PIXTRAL = reworded("PixtralVisionRotaryEmbedding", _PATCHES, _CAST)
+_MUSE_SPARK = reworded("MuseSparkVisionRotaryEmbedding", _PATCHES, _CAST_BY_NAME)
 
 
 def _refuse(table: Any) -> str | None:
@@ -119,8 +119,8 @@ def _chooses(table: Any) -> bool:
         for layer_type, shape in product(rope_type if isinstance(rope_type, dict) else [None], _SHAPES):
             count = getattr(table, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq").shape[-1]
             x = torch.arange(math.prod(shape) * count, dtype=torch.float32, device="cpu").view(*shape, count)
-            chosen, of_others = (compose(given, *[layer_type] * takes_type) for given in (x.clone(), _other(x)))
-            if not torch.equal(_other(chosen), of_others):
+            chosen, others = (compose(given, *[layer_type] * takes_type) for given in (x.clone(), _other(x)))
+            if not torch.equal(_other(chosen), others):
                 return False
     return True
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers.modeling_rope_utils import dynamic_rope_update
 
-from kernels_ext_npu.patterns.pattern import Limits, Pattern, where
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.patterns.pattern import Limits, Pattern, require
+from kernels_ext_npu.patterns.reworded import reworded
 
 
 class LlamaRotaryEmbedding(nn.Module):
@@ -23,20 +23,22 @@ class LlamaRotaryEmbedding(nn.Module):
 
 
 # up to transformers 5.23 tables are under torch.no_grad, which makes no difference where nothing in them is trained
-UNTRAINED = where(
+UNTRAINED = require(
     lambda table: not any(parameter.requires_grad for parameter in table.parameters()),
     "it has trained parameters, and the kernel gives them no gradient",
 )
 
 
-def _of_one_type(then: Limits = lambda _: None) -> Limits:
+def _single_type(then: Limits = lambda _: None) -> Limits:
     """Return the limits of a table with one rope type, and others behind them."""
-    return where(lambda table: isinstance(table.rope_type, str), "its rope type is {0.rope_type!r}, not one name", then)
+    return require(
+        lambda table: isinstance(table.rope_type, str), "its rope type is {0.rope_type!r}, not one name", then
+    )
 
 
 table = functools.partial(Pattern, has_gradients=False)
-SINGLE = _of_one_type(UNTRAINED)
-BY_TYPE = where(
+SINGLE = _single_type(UNTRAINED)
+BY_TYPE = require(
     lambda table: isinstance(table.rope_type, dict),
     "its rope type is {0.rope_type!r}, not one for each type of layer",
     UNTRAINED,
@@ -61,7 +63,7 @@ _ONCE_BY_TYPE = {
     "emb.": "freqs.",
 }
 # takes a type of layer, and does not use it
-_OF_ANY_TYPE = {
+_ANY_TYPE = {
     "layer_type)": "layer_type=None)",
     'f"{layer_type}_inv': '"inv',
     'f"{layer_type}_attention': '"attention',
@@ -74,20 +76,20 @@ _LEARNED = {
     freqs = position_ids[..., None].float() * scaled_inv_freq"""
 }
 _LLAMA = LlamaRotaryEmbedding
-_TRAINED = variant("TrainedRotaryEmbedding", _LLAMA, _LEARNED)  # since transformers 5.24
-_NOT_TRAINED = variant("MistralLarge4TextRotaryEmbedding", _TRAINED, {"@dyn": "@torch.no_grad()\n@dyn"})
-_GEMMA = variant("Gemma3RotaryEmbedding", _LLAMA, _BY_TYPE)
-_DEEPSEEK_V4 = variant("DeepseekV4RotaryEmbedding", _GEMMA, _ONCE_BY_TYPE)
+_TRAINED = reworded("TrainedRotaryEmbedding", _LLAMA, _LEARNED)  # since transformers 5.24
+_NOT_TRAINED = reworded("MistralLarge4TextRotaryEmbedding", _TRAINED, {"@dyn": "@torch.no_grad()\n@dyn"})
+_GEMMA = reworded("Gemma3RotaryEmbedding", _LLAMA, _BY_TYPE)
+_DEEPSEEK_V4 = reworded("DeepseekV4RotaryEmbedding", _GEMMA, _ONCE_BY_TYPE)
 
 PATTERNS = (
     table(_LLAMA, ("RotaryEmbedding",), SINGLE),
-    table(variant("OlmoRotaryEmbedding", _LLAMA, IN_FLOAT32), ("RotaryEmbeddingFloat32",), SINGLE),
-    table(variant("CohereRotaryEmbedding", _LLAMA, _NEIGHBOURS), ("RotaryEmbeddingInterleaved",), SINGLE),
-    table(variant("GptOssRotaryEmbedding", _LLAMA, _ONCE), ("RotaryEmbeddingHalfWidth",), SINGLE),
-    Pattern(_TRAINED, ("RotaryEmbeddingTrained",), _of_one_type()),
-    Pattern(_NOT_TRAINED, ("RotaryEmbeddingLearned",), _of_one_type()),
+    table(reworded("OlmoRotaryEmbedding", _LLAMA, IN_FLOAT32), ("RotaryEmbeddingFloat32",), SINGLE),
+    table(reworded("CohereRotaryEmbedding", _LLAMA, _NEIGHBOURS), ("RotaryEmbeddingInterleaved",), SINGLE),
+    table(reworded("GptOssRotaryEmbedding", _LLAMA, _ONCE), ("RotaryEmbeddingHalfWidth",), SINGLE),
+    Pattern(_TRAINED, ("RotaryEmbeddingTrained",), _single_type()),
+    Pattern(_NOT_TRAINED, ("RotaryEmbeddingLearned",), _single_type()),
     table(_GEMMA, ("RotaryEmbeddingByType",), BY_TYPE),
-    table(variant("Olmo3RotaryEmbedding", _GEMMA, IN_FLOAT32), ("RotaryEmbeddingByTypeFloat32",), BY_TYPE),
+    table(reworded("Olmo3RotaryEmbedding", _GEMMA, IN_FLOAT32), ("RotaryEmbeddingByTypeFloat32",), BY_TYPE),
     table(_DEEPSEEK_V4, ("RotaryEmbeddingHalfWidthByType",), BY_TYPE),
-    table(variant("EsmRotaryEmbedding", _GEMMA, _OF_ANY_TYPE), ("RotaryEmbeddingOfAnyType",), SINGLE),
+    table(reworded("EsmRotaryEmbedding", _GEMMA, _ANY_TYPE), ("RotaryEmbeddingOfAnyType",), SINGLE),
 )

@@ -8,7 +8,7 @@ functions of other forms.
 import torch
 
 from kernels_ext_npu.patterns.pattern import Pattern
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.patterns.reworded import reworded
 
 
 # ---- halves of a head against each other -----------------------------------------------------------------------------
@@ -19,7 +19,7 @@ def rotate_half(x):
 
 
 # turns by the negative angle
-rotate_half_reversed = variant("rotate_half_reversed", rotate_half, {"-x2, x1": "x2, -x1"})
+rotate_half_reversed = reworded("rotate_half_reversed", rotate_half, {"-x2, x1": "x2, -x1"})
 
 
 def rotate_pairs(x):
@@ -208,35 +208,35 @@ _REPEATED = {  # the angles are in the first half of cos and sin
 """
 }
 _CAST_BEHIND = {"(q.float())": "(q).float()", "(k.float())": "(k).float()"}  # the helper
-gpt_oss = variant("gpt_oss", llama, _HALVES)
-ernie4_5_vl_moe = variant("ernie4_5_vl_moe", modernbert, _PAIRS | _CAST_BEHIND)
+gpt_oss = reworded("gpt_oss", llama, _HALVES)
+ernie4_5_vl_moe = reworded("ernie4_5_vl_moe", modernbert, _PAIRS | _CAST_BEHIND)
 
 PATTERNS = (
     Pattern(llama, ("RotaryPosEmb",)),
-    Pattern(variant("nanochat", llama, {"rotate_half": "rotate_half_reversed"}), ("RotaryPosEmbReversed",)),
-    Pattern(variant("blt", llama, _NEIGHBOURS), ("RotaryPosEmbInterleaved",)),
-    Pattern(variant("helium", llama, _PAIRS | _REPEATED), ("RotaryPosEmbInterleavedRepeated",)),
-    Pattern(variant("olmo", llama, _CAST_BACK), ("RotaryPosEmbCastBack",)),
-    Pattern(variant("muse_glimmer_assistant", llama, _LAST_QUERIES), ("RotaryPosEmbLastQueries",)),
+    Pattern(reworded("nanochat", llama, {"rotate_half": "rotate_half_reversed"}), ("RotaryPosEmbReversed",)),
+    Pattern(reworded("blt", llama, _NEIGHBOURS), ("RotaryPosEmbInterleaved",)),
+    Pattern(reworded("helium", llama, _PAIRS | _REPEATED), ("RotaryPosEmbInterleavedRepeated",)),
+    Pattern(reworded("olmo", llama, _CAST_BACK), ("RotaryPosEmbCastBack",)),
+    Pattern(reworded("muse_glimmer_assistant", llama, _LAST_QUERIES), ("RotaryPosEmbLastQueries",)),
     Pattern(modernbert, ("RotaryPosEmbFloat32",)),
     Pattern(ernie4_5_vl_moe, ("RotaryPosEmbInterleavedFloat32",)),
-    Pattern(variant("ernie4_5", ernie4_5_vl_moe, _REPEATED), ("RotaryPosEmbInterleavedRepeatedFloat32",)),
-    Pattern(variant("cohere", llama, _NEIGHBOURS | _TENSORS_IN_FLOAT32), ("RotaryPosEmbInterleavedFloat32",)),
+    Pattern(reworded("ernie4_5", ernie4_5_vl_moe, _REPEATED), ("RotaryPosEmbInterleavedRepeatedFloat32",)),
+    Pattern(reworded("cohere", llama, _NEIGHBOURS | _TENSORS_IN_FLOAT32), ("RotaryPosEmbInterleavedFloat32",)),
     Pattern(deepseek_v4, ("RotaryPosEmbInterleavedTail",)),
-    Pattern(variant("hunyuan_vl", llama, _IN_FLOAT32), ("RotaryPosEmbTablesInFloat32",)),
+    Pattern(reworded("hunyuan_vl", llama, _IN_FLOAT32), ("RotaryPosEmbTablesInFloat32",)),
     Pattern(gpt_oss, ("RotaryPosEmbHalfWidth",)),
-    Pattern(variant("openai_privacy_filter", gpt_oss, _HALF_WIDTH), ("RotaryPosEmbInterleavedHalfWidth",)),
+    Pattern(reworded("openai_privacy_filter", gpt_oss, _HALF_WIDTH), ("RotaryPosEmbInterleavedHalfWidth",)),
     Pattern(gemma4, ("RotaryPosEmbSingle",)),
     Pattern(qwen2_vl_multimodal, ("MultimodalRotaryPosEmb",)),
     Pattern(gpt_neox, ("RotaryPosEmbPartial",)),
-    Pattern(variant("glmasr", gpt_neox, _POSITIONS), ("RotaryPosEmbPartialPositions",)),
-    Pattern(variant("glm4", gpt_neox, _PAIRS | _REPEATED), ("RotaryPosEmbInterleavedRepeatedPartial",)),
-    Pattern(variant("glm4v", gpt_neox, _PAIRS), ("RotaryPosEmbInterleavedPartial",)),
-    Pattern(variant("phi3", gpt_neox, _AT_ONCE), ("RotaryPosEmbPartial",)),
-    Pattern(variant("nemotron", gpt_neox, _NEW_NAMES), ("RotaryPosEmbPartial",)),
+    Pattern(reworded("glmasr", gpt_neox, _POSITIONS), ("RotaryPosEmbPartialPositions",)),
+    Pattern(reworded("glm4", gpt_neox, _PAIRS | _REPEATED), ("RotaryPosEmbInterleavedRepeatedPartial",)),
+    Pattern(reworded("glm4v", gpt_neox, _PAIRS), ("RotaryPosEmbInterleavedPartial",)),
+    Pattern(reworded("phi3", gpt_neox, _AT_ONCE), ("RotaryPosEmbPartial",)),
+    Pattern(reworded("nemotron", gpt_neox, _NEW_NAMES), ("RotaryPosEmbPartial",)),
     Pattern(qwen4_exp, ("RotaryPosEmbPartialOptionalKey",)),
     Pattern(qwen2_vl_vision, ("VisionRotaryPosEmb",)),
     Pattern(minimax_m3_vl_vision, ("VisionRotaryPosEmbPartial",)),
-    Pattern(variant("minimax_m3_vl_tower", minimax_m3_vl_vision, _UNBATCHED), ("VisionRotaryPosEmbPartial",)),
+    Pattern(reworded("minimax_m3_vl_tower", minimax_m3_vl_vision, _UNBATCHED), ("VisionRotaryPosEmbPartial",)),
     Pattern(dinov3_vit, ("RotaryPosEmbPatches",)),
 )

@@ -93,12 +93,14 @@ def _in_a_graph(f: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.compile(in_a_row, backend="aot_eager")(q, k, v)
 
 
-def _of_module(forward: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend(forward: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     module = SimpleNamespace(is_causal=True)  # all that it reads of the one that calls it
     return forward(module, *(t.transpose(1, 2) for t in (q, k, v)), None)[0]
 
 
-def _of_latents(forward: Callable, q: Tensor, latents: Tensor, q_rope: Tensor, rope: Tensor, padding: range) -> Tensor:
+def _attend_latents(
+    forward: Callable, q: Tensor, latents: Tensor, q_rope: Tensor, rope: Tensor, padding: range
+) -> Tensor:
     """Attend to latents ``[B, S_k, R]`` as to one key head, with the rotated parts of queries and latents beside."""
     key, rope = latents.unsqueeze(1), rope.unsqueeze(1)
     rotated, mask = (q_rope.transpose(1, 2), rope), _causal_mask(forward, q, latents, padding)
@@ -214,11 +216,11 @@ FUNCTIONS = (
         )
     ),
     _function("attend_chosen", _to_chosen, _exact_to_chosen, drawn((1, 9, 4, 576), (1, 13, 512), (1, 13, 64))),
-    _function("attention_forward", _of_module, _causal, drawn(*HEADS)),
+    _function("attention_forward", _attend, _causal, drawn(*HEADS)),
     *(
         _function(
             "attention_forward",
-            partial(_of_latents, padding=padding),
+            partial(_attend_latents, padding=padding),
             partial(_exact_of_latents, padding=padding),
             drawn((2, 1, 4, 512), (2, 600, 512), (2, 1, 4, 64), (2, 600, 64)),
             f"one token behind 600 latents{beside}",

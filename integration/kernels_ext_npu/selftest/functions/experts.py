@@ -32,7 +32,7 @@ def _experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: T
     return torch.stack(rows)
 
 
-def _of_module(forward: Callable, x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
+def _run_experts(forward: Callable, x: Tensor, index: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
     from transformers import Qwen3MoeConfig  # takes as long as all that is above
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -125,7 +125,7 @@ FUNCTIONS = (
     _function("fused_experts", lambda f, *t: f(*t), _experts, partial(_routed, 1, 8, 2), "one token"),
     _function("fused_experts", lambda f, *t: f(*t), _experts, partial(_routed, 7, 130, 3), "130 experts"),
     _function("fused_experts", lambda f, *t: f(*t), _experts, partial(_routed, 5, 8, 8), "all experts chosen"),
-    _function("experts_forward", _of_module, _experts, partial(_routed, TOKENS, EXPERTS, CHOICES)),
+    _function("experts_forward", _run_experts, _experts, partial(_routed, TOKENS, EXPERTS, CHOICES)),
     _gating("", TOKENS, 8, GROUPS),
     _gating("256 experts in groups", 4, 256, 8),
     _gating("2,048 experts", 2, 2048, 1),

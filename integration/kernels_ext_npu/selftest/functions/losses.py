@@ -21,7 +21,7 @@ def labels(words: int) -> Tensor:
     return torch.randint(words, (ROWS,), generator=torch.Generator().manual_seed(0))
 
 
-def _of_head(hidden_states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+def _head_loss(hidden_states: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(hidden_states @ weight.mT + bias, labels, reduction="none")
 
 
@@ -40,7 +40,7 @@ def _jsd(hidden_states: Tensor, weight: Tensor, bias: Tensor, teacher: Tensor, t
 def _functions(at: str, words: int) -> list[Function]:
     chosen, function = labels(words), partial(Function, "CrossEntropy", at=at)
     head = drawn((ROWS, HIDDEN), (words, HIDDEN), (words,))
-    of_head = partial(_of_head, labels=chosen)
+    head_loss = partial(_head_loss, labels=chosen)
     return [
         function(
             "cross_entropy",
@@ -51,13 +51,13 @@ def _functions(at: str, words: int) -> list[Function]:
         function(
             "linear_cross_entropy",
             lambda f, h, w, b: f(h, w, chosen.to(h.device), b, reduction="none", pieces=2 if at else None),
-            of_head,
+            head_loss,
             head,
         ),
         function(
             "linear_log_probs",  # without a bias: a head of its own
             lambda f, h, w: f(h, w, chosen.to(h.device)),
-            lambda h, w: -of_head(h, w, h.new_zeros(words)),
+            lambda h, w: -head_loss(h, w, h.new_zeros(words)),
             drawn((ROWS, HIDDEN), (words, HIDDEN)),
         ),
         function(

@@ -21,7 +21,7 @@ from kernels_ext_npu.catalogue import LAYERS, NORMS, ROUTERS
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
 from kernels_ext_npu.patterns.linear_attention.forget_gates import KimiLinearForgetGate
 from kernels_ext_npu.patterns.linear_attention.gated_recurrence import RecurrentGemmaRglru
-from kernels_ext_npu.patterns.mlps import mlp_variants
+from kernels_ext_npu.patterns.mlps import other_mlps
 from kernels_ext_npu.patterns.moe import moe_blocks_v4
 from kernels_ext_npu.patterns.norms import hyper_connections, rms_norms
 from kernels_ext_npu.patterns.norms.layer_norms import BertSelfOutput, CohereLayerNorm, DebertaLayerNorm, OlmoLayerNorm
@@ -131,9 +131,9 @@ MODULES: dict[str, list[Callable[[], Made]]] = {
     "LayerNorm": [partial(_seeded, DebertaLayerNorm, 32)],
     "LayerNormFloat32": [partial(_seeded, CohereLayerNorm, 32), partial(_seeded, OlmoLayerNorm, 32)],
     **{layer: [partial(_seeded, _reference(layer), 32, 64, name)] for name, mlps in MLPS.items() for layer in mlps},
-    "DropoutMLP": [partial(_seeded, mlp_variants.T5DenseGatedActDense, 32, 64, "gelu_new")],
+    "DropoutMLP": [partial(_seeded, other_mlps.T5DenseGatedActDense, 32, 64, "gelu_new")],
     # a norm of small values loses digits to its eps, in either forward
-    "NormedMLP": [partial(_seeded, mlp_variants.BitNetMLP, 32, 64, "silu", scale=4.0)],
+    "NormedMLP": [partial(_seeded, other_mlps.BitNetMLP, 32, 64, "silu", scale=4.0)],
     "FastGELU": [partial(_seeded, FastGELUActivation)],
     "NewGELU": [partial(_seeded, NewGELUActivation)],
     "QuickGELU": [partial(_seeded, QuickGELUActivation)],
@@ -176,16 +176,16 @@ LINEAR = {
 TABLES: tuple[Pattern, ...] = (*rope_tables.PATTERNS, *mrope_tables.PATTERNS)
 
 
-def _of_module(
+def _module_results(
     make: Callable[[], Made], layer: type[nn.Module], dtype: torch.dtype, packed: bool = False
 ) -> tuple[Results, Results]:
     module, arguments = make()
     original, arguments = module.to(dtype), comparing.rounded(arguments, dtype)
     device = copy.deepcopy(original).to("npu")
     if packed:
-        packing = sys.modules[layer.__module__.rpartition(".")[0]].packing
-        gate, up, _ = packing.projections(device)
-        if (reason := packing.pack(gate, up)) is not None:
+        layout = sys.modules[layer.__module__.rpartition(".")[0]].packing
+        gate, up, _ = layout.projections(device)
+        if (reason := layout.pack(gate, up)) is not None:
             raise AssertionError(f"gate and up are not packed: {reason}")
     device.forward = MethodType(layer.forward, device)
     truth = copy.deepcopy(original).double()
@@ -193,7 +193,7 @@ def _of_module(
     return found, comparing.exact(truth, arguments, truth.parameters())
 
 
-def _of_rotation(reference: Pattern, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
+def _rotation_results(reference: Pattern, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
     """Compare what is rotated, and its gradients; cos and sin have none."""
     inputs = rotary_arguments.arguments(reference.original.__name__, dtype, dtype)
     fixed = {name: inputs.pop(name) for name in [*inputs] if name in rotary_arguments.FIXED}
@@ -206,12 +206,12 @@ def _of_rotation(reference: Pattern, layer: type[nn.Module], dtype: torch.dtype)
     return found, comparing.exact(called(reference.original, comparing.doubled), rotated)
 
 
-def _of_linear(reference: Pattern, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
+def _linear_results(reference: Pattern, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
     case = next(case for case in linear_attention.FUNCTIONS if case.name == LINEAR[reference.layers[0]])
     return case.compute(layer(), partial(case.call, reference.original), dtype)
 
 
-def _of_table(reference: Pattern, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
+def _table_results(reference: Pattern, layer: type[nn.Module], dtype: torch.dtype) -> tuple[Results, Results]:
     """Compare with the host: there is no gradient, and the angles are of float32 on both sides, far ones too."""
     by_type = "ByType" in reference.layers[0]
     original = rotary_arguments.embedding(reference.original, by_type)
@@ -241,15 +241,15 @@ def _positions(reference: Pattern) -> Tensor:
 def _cases() -> Iterator[Layer]:
     for layer, makers in MODULES.items():
         for number, make in enumerate(makers):
-            of = f"its module {number + 1}" if len(makers) > 1 else ""
-            yield Layer(LAYERS[layer], layer, partial(_of_module, make), of)
+            title = f"its module {number + 1}" if len(makers) > 1 else ""
+            yield Layer(LAYERS[layer], layer, partial(_module_results, make), title)
             if layer in WITH_GATE_AND_UP:
-                yield Layer(LAYERS[layer], layer, partial(_of_module, make, packed=True), "gate and up packed")
+                yield Layer(LAYERS[layer], layer, partial(_module_results, make, packed=True), "gate and up packed")
     for function in FUNCTION_PATTERNS:
-        compute = partial(_of_rotation if function.repository == "RoPE" else _of_linear, function)
+        compute = partial(_rotation_results if function.repository == "RoPE" else _linear_results, function)
         yield Layer(function.repository, function.layers[0], compute, function.original.__name__)
     for table in TABLES:
-        yield Layer("RoPE", table.layers[0], partial(_of_table, table), table.original.__name__)
+        yield Layer("RoPE", table.layers[0], partial(_table_results, table), table.original.__name__)
 
 
 CASES = tuple(_cases())

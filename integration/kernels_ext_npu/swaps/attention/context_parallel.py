@@ -28,7 +28,7 @@ from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.swaps.attention.shared_sequences import Exchange, Gather, Range, Split
+from kernels_ext_npu.swaps.attention.cp_collectives import Exchange, Gather, Range, Split
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.transformers_internals import cells
 
@@ -66,13 +66,13 @@ def attend(
     given = [name for name in _REFUSED if kwargs.get(name) is not None and kwargs[name] is not False]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     left = None if sliding_window is None else sliding_window - 1
-    pattern = getattr(attention_mask, "pattern", None)
-    ids = getattr(pattern, "ids", None)
+    rule = getattr(attention_mask, "pattern", None)
+    ids = getattr(rule, "ids", None)
     is_of_part = ids is not None and ids not in _begins  # sequences of a part, made outside of torch's context
-    if attention_mask is not None and (pattern is None or pattern.chunk is not None or is_of_part):
+    if attention_mask is not None and (rule is None or rule.chunk is not None or is_of_part):
         given.append("such a mask")
-    elif pattern is not None:
-        left, right = pattern.band[:2]
+    elif rule is not None:
+        left, right = rule.band[:2]
         causal = right == 0 and (causal or not attention_mask.is_of_module or left is not None)
         given += ["a window behind a token"] if right else []
     if given or (left is not None and not causal):
@@ -195,7 +195,7 @@ def sequences(tokens: Tensor, positions: Tensor | None, padding: Tensor | None) 
     return known[1]
 
 
-def of_whole(kwargs: dict[str, Any]) -> dict[str, Any]:
+def mask_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a mask, with the sequences of the whole batch where they stand in the place of padding.
 
     Raises:

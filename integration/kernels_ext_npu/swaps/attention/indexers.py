@@ -1,4 +1,4 @@
-"""Indexers that choose keys in parts, and modules that hand on what was chosen in place of a mask of it."""
+"""Lightning indexers whose scores the kernel computes in parts, and attention that gets indices in place of a mask."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.devices import is_elsewhere
-from kernels_ext_npu.matching.indexer_scan import chooser, hands_on_indices
-from kernels_ext_npu.patterns.hooks import has_hooks
+from kernels_ext_npu.matching.indexer_scan import hands_on_indices, indexer_rewriter
+from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.swaps import refusals
-from kernels_ext_npu.swaps.attention import serving
+from kernels_ext_npu.swaps.attention import eligibility
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.transformers_internals import cache_in, cache_parameter
 
-_LONG = 8192  # tokens of a prompt that are computed at once
-_AT_A_TIME = 1024  # tokens of a longer one
-_OF_ALL_TOKENS = (bool, int, float, str, type(None))  # arguments that say the same of each
+_LONG = 8192  # a prompt of more tokens is computed in parts
+_AT_A_TIME = 1024  # tokens of a part
+_PER_CALL = (bool, int, float, str, type(None))  # types of arguments that are the same for every part
 
 
 @functools.cache
-def in_place_of(cls: type, forward: FunctionType) -> Callable | None:
-    """Return what is called in place of the forward of an indexer, or of a module that calls one; None of any other."""
-    make, handing_on = chooser(cls), hands_on_indices(cls)
+def replacement_for(cls: type, forward: FunctionType) -> Callable | None:
+    """Return the replacement for the forward of an indexer, or of a module that calls one; None for any other."""
+    make, handing_on = indexer_rewriter(cls), hands_on_indices(cls)
     if make is not None:
         kernel = registration.package
         choose = make(lambda *args: kernel(NPU_FLASH_ATTENTION.repository).top_k_keys(*args))
@@ -39,39 +39,39 @@ def in_place_of(cls: type, forward: FunctionType) -> Callable | None:
 
 
 def is_indexer(module: nn.Module) -> bool:
-    """Tell whether a module chooses keys in a way that is known."""
-    return chooser(type(module)) is not None
+    """Tell whether a module is an indexer whose forward is known."""
+    return indexer_rewriter(type(module)) is not None
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Return why an indexer computes all of its scores at once; None where it does not."""
+    """Return why an indexer computes all of its scores at once; None where the kernel computes them in parts."""
     config: Any = module.config
-    if serving.PLAIN in vars(module):
+    if eligibility.KERNEL_DISABLED in vars(module):
         return refusals.NOT_ASKED_FOR
     if is_elsewhere(module):
         return refusals.elsewhere(module)
-    if serving.is_ours(config):
+    if eligibility.uses_kernel(config):
         return None
     return f"the attention implementation {config._attn_implementation} was asked for"
 
 
 def hands_on(module: nn.Module) -> bool:
-    """Tell whether a module hands on indices, with what it has for an indexer: one that is known, or none."""
-    if hands_on_indices(type(module)) is None or not _stands_for(module):
+    """Tell whether a module passes indices to attention, and the kernel computes that and any indexer of it."""
+    if hands_on_indices(type(module)) is None or not _uses_kernel(module):
         return False
     indexer = module._modules.get("indexer")
-    return indexer is None or (is_indexer(indexer) and _stands_for(indexer))
+    return indexer is None or (is_indexer(indexer) and _uses_kernel(indexer))
 
 
-def among(mask: Tensor, indices: Tensor) -> Tensor:
-    """Return a mask, ``[B, 1, S_q, S_k]``, in which a query sees chosen keys alone."""
+def without_unchosen(mask: Tensor, indices: Tensor) -> Tensor:
+    """Return a mask, ``[B, 1, S_q, S_k]``, without the keys that were not chosen for a query."""
     chosen = torch.zeros(len(indices), *mask.shape[-2:], dtype=torch.uint8, device=mask.device)
     chosen = chosen.scatter_(-1, indices.long(), 1).bool().unsqueeze(1)
     return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 def _choose(ours: FunctionType, original: Callable, self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    forward = ours if _is_on_npu(args, kwargs) and _stands_for(self) else original
+    forward = ours if _is_on_npu(args, kwargs) and _uses_kernel(self) else original
     return forward(self, *args, **kwargs)
 
 
@@ -86,13 +86,13 @@ def _hand_on(ours: FunctionType, original: Callable, self: nn.Module, *args: Any
 def _is_long(
     self: nn.Module, hidden_states: Tensor, attention_mask: Any, position_embeddings: Any = None, **rest: Any
 ) -> bool:
-    """Tell whether a prompt is so long that it is computed in parts: one that sees no keys behind, unwatched."""
+    """Tell whether a prompt is computed in parts: it is long and causal, needs no gradients, and no hook watches."""
     parts = {"position_ids", "prev_topk_indices"}
     return (
         hidden_states.shape[1] > _LONG
         and not torch.is_grad_enabled()
         and isinstance(position_embeddings, tuple)
-        and all(name in parts or isinstance(value, (Cache, *_OF_ALL_TOKENS)) for name, value in rest.items())
+        and all(name in parts or isinstance(value, (Cache, *_PER_CALL)) for name, value in rest.items())
         and not isinstance(attention_mask, Tensor)
         and attention_mask.queries == hidden_states.shape[1]
         and attention_mask.part(0, _AT_A_TIME) is not None
@@ -110,7 +110,7 @@ def _in_parts(
     prev_topk_indices: Tensor | None = None,
     **rest: Any,
 ) -> tuple:
-    """Call a forward for some tokens after the other, each with the keys of those before in a cache."""
+    """Call a forward for one part of the tokens after the other, with the keys of earlier parts in a cache."""
     config: Any = self.config
     if cache_in(rest) is None:
         rest[cache_parameter(forward)] = DynamicCache(config=config)
@@ -131,11 +131,11 @@ def _in_parts(
             )
         )
     outputs, _, *indices = zip(*results)
-    return torch.cat(outputs, dim=1), None, *(_of_one_width(parts, attention_mask.keys) for parts in indices)
+    return torch.cat(outputs, dim=1), None, *(_join_padded(parts, attention_mask.keys) for parts in indices)
 
 
-def _of_one_width(indices: tuple[Tensor, ...], keys: int) -> Tensor:
-    """Join the indices of parts: those with fewer keys than are chosen get the last key, which they do not see."""
+def _join_padded(indices: tuple[Tensor, ...], keys: int) -> Tensor:
+    """Join the indices of parts: a part with fewer keys than are chosen is padded with the last key, which it masks."""
     width = max(part.shape[-1] for part in indices)
     return torch.cat([F.pad(part, (0, width - part.shape[-1]), value=keys - 1) for part in indices], dim=1)
 
@@ -146,15 +146,15 @@ def _parameters(forward: FunctionType) -> tuple[str, ...]:
 
 
 def _is_on_npu(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Tell whether a call has its tokens on the NPU; a graph of torch.compile keeps masks, and asks nothing here."""
+    """Tell whether a call has its tokens on the NPU; under torch.compile masks stay, so that it is False."""
     given = args[0] if args else kwargs.get("hidden_states")
     return not torch.compiler.is_compiling() and isinstance(given, Tensor) and given.device.type == "npu"
 
 
-def _stands_for(module: nn.Module) -> bool:
-    """Tell whether the kernel computes what a module names."""
+def _uses_kernel(module: nn.Module) -> bool:
+    """Tell whether the kernel computes the attention that a module's config names."""
     return (
-        serving.is_ours(module.config)
-        and serving.PLAIN not in vars(module)
+        eligibility.uses_kernel(module.config)
+        and eligibility.KERNEL_DISABLED not in vars(module)
         and registration.try_package(NPU_FLASH_ATTENTION.repository) is not None
     )

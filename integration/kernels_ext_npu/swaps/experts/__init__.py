@@ -14,7 +14,7 @@ from kernels_ext_npu.swaps.experts import implementation, serving
 from kernels_ext_npu.swaps.named_implementation import NPU_GROUPED_MM
 from kernels_ext_npu.swaps.protocol import Swapping
 
-# what layers of the kernel compute without a call of it
+# layer -> the submodule that it computes without calling it
 _BYPASSED = {
     **dict.fromkeys((*serving.WITH_LISTS, "ScaledTokensMoEBlock"), "experts"),
     "FlatExperts": "mlp",
@@ -32,9 +32,9 @@ def install(registration: Registration) -> None:
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
-    """Let the kernel look at the gates of experts that it serves, and at forwards in whose place it computes uncalled.
+    """Let the kernel recognise the activations of experts, and remember the forwards of submodules that it bypasses.
 
-    It looks now, since it could not while a graph is captured.
+    It does so now, since it cannot while a graph is captured.
     """
     for module, layer, package in swapping.placed:
         if (name := _BYPASSED.get(layer)) is not None:

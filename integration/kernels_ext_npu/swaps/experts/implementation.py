@@ -18,7 +18,7 @@ from kernels_ext_npu.binding import forward_binding, registration
 from kernels_ext_npu.swaps.experts.serving import is_experts
 from kernels_ext_npu.swaps.named_implementation import NPU_GROUPED_MM
 
-DEFAULT = "grouped_mm"  # of transformers
+DEFAULT = "grouped_mm"  # transformers' default
 
 
 def npu_grouped_mm(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which modules of experts the kernel serves, and what there is to say about them."""
+"""Tell which experts modules the kernel serves, and what the report remarks of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.devices import awaits_weights, is_elsewhere
-from kernels_ext_npu.binding.forward_binding import kernel_forward, layer_of, package_of
+from kernels_ext_npu.binding.forward_binding import bound_layer, bound_package, kernel_forward
 from kernels_ext_npu.matching.fingerprint import is_experts_class
-from kernels_ext_npu.patterns.hooks import has_hooks
+from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.swaps.named_implementation import NPU_GROUPED_MM
 
 LAYER = "MoEExperts"  # what the implementation calls by name
@@ -29,12 +29,12 @@ def is_called_by_name(module: nn.Module) -> bool:
     return is_named and not is_elsewhere(module)
 
 
-def kernel_of(module: nn.Module) -> Any:
+def serving_package(module: nn.Module) -> Any:
     """Return the package of the loaded kernel that serves an experts module; None for any other module."""
     if not is_experts(module):
         return None
     if kernel_forward(module) is not None:
-        return package_of(module)
+        return bound_package(module)
     active = registration.current
     return active.packages.get(NPU_GROUPED_MM.repository) if active and is_called_by_name(module) else None
 
@@ -43,15 +43,15 @@ def served(modules: Sequence[nn.Module]) -> list[tuple[Any, Any]]:
     """Return the experts among some modules that are served, each with the package of the kernel."""
     classes = {cls for cls in {type(module) for module in modules} if is_experts_class(cls)}
     found = [module for module in modules if type(module) in classes]
-    return [(module, kernel) for module in found if (kernel := kernel_of(module)) is not None]
+    return [(module, kernel) for module in found if (kernel := serving_package(module)) is not None]
 
 
 def remark(module: nn.Module) -> str | None:
     """Return what is not as fast as it could be in experts, or in a block with a list of them, that are served."""
-    if layer_of(module) in WITH_LISTS and not awaits_weights():
-        reason = package_of(module).blocks.unfit(module)
+    if bound_layer(module) in WITH_LISTS and not awaits_weights():
+        reason = bound_package(module).blocks.unfit(module)
         return reason and f"expert by expert, since {reason}"
-    kernel = kernel_of(module)
+    kernel = serving_package(module)
     if kernel is None or isinstance(kernel.gates.activation_of(module), kernel.gates.Gate):
         is_by_name = kernel_forward(module) is None and is_called_by_name(module)
         return f"called by its own forward, as {NPU_GROUPED_MM.name}" if is_by_name else None

@@ -1,7 +1,7 @@
-"""Layers that a module calls with one input, computed at the first of them, while the forward of that module runs.
+"""Linear layers with adapters that share an input, such as q, k and v: the first call computes all of them.
 
-The module gets a forward that calls that of its class. While it runs, the first of these layers that is called computes
-all of them, and the others, which follow with the very same tensor, are handed what was computed for them.
+The module around them gets a forward that calls that of its class. While it runs, the first of the layers that is
+called computes all, and the others, called with the same tensor, return what was cached for them.
 """
 
 from __future__ import annotations
@@ -15,60 +15,62 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.binding.loaded_kernels import owner_of, set_forward
+from kernels_ext_npu.binding.loaded_kernels import forward_owner, set_forward
 from kernels_ext_npu.swaps.linear.shared_input_scan import layers_of_one_input
 
-LORA = "lora"  # the owner of the forwards of layers that can be computed together
+LORA = "lora"  # the owner of forwards of layers with adapters
 _OWNER = "linear_groups"
 
 
 class _Running(threading.local):
-    """What runs in this thread."""
+    """Holds the module whose forward runs in this thread, and the cached outputs of its layers."""
 
     def __init__(self) -> None:
-        self.module: nn.Module | None = None  # the innermost with such layers whose forward runs
-        self.outputs: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # of its layers, with their inputs
+        self.module: nn.Module | None = None  # the innermost running one with such layers
+        self.outputs: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # layer -> (its input, its output)
 
 
 _running = _Running()
 
 
 def apply(modules: Iterable[nn.Module], served: Set[nn.Module]) -> None:
-    """Let modules whose layers of one input are all among those that are served run with these together."""
+    """Bind the grouping forward to modules in which all layers of one input are served, and remove it from others."""
     for module in modules:
-        is_one = not served.isdisjoint(module._modules.values()) and any(groups_of(module))
+        is_one = not served.isdisjoint(module._modules.values()) and any(shared_input_groups(module))
         if is_one or "forward" in vars(module):
-            set_forward(module, _forward_of(type(module).forward) if is_one else None, _OWNER)  # type: ignore[arg-type]
+            set_forward(module, _grouped_forward(type(module).forward) if is_one else None, _OWNER)  # type: ignore[arg-type]
 
 
-def groups_of(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """Find the layers of a module that it calls with one input, where all of them are served."""
-    served = {name: child for name, child in module._modules.items() if child is not None and owner_of(child) == LORA}
+def shared_input_groups(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """Yield the groups of layers that a module calls with one input, where all of a group are served."""
+    served = {
+        name: child for name, child in module._modules.items() if child is not None and forward_owner(child) == LORA
+    }
     for names in layers_of_one_input(module) if len(served) > 1 else ():
         if served.keys() >= set(names):
             yield [served[name] for name in names]
 
 
 def called_next(layer: nn.Module) -> list[nn.Module]:
-    """Return the layers that are called with the input of one, which is their first; none where there are no others."""
+    """Return the group of layers of which this one is called first; an empty list if it leads none."""
     if _running.module is None:
         return []
-    return next((group for group in groups_of(_running.module) if group[0] is layer), [])
+    return next((group for group in shared_input_groups(_running.module) if group[0] is layer), [])
 
 
 def cache_outputs(x: Tensor, layers: Sequence[nn.Module], outputs: Sequence[Tensor]) -> None:
-    """Keep what was computed for layers of one input until they are called, or the forward of their module ends."""
+    """Cache outputs of layers of one input until they are called, or the forward of their module ends."""
     _running.outputs.update({layer: (x, output) for layer, output in zip(layers, outputs, strict=True)})
 
 
 def pop_cached(layer: nn.Module, x: Tensor) -> Tensor | None:
-    """Return what was computed for a layer; None where nothing was, or for another input."""
+    """Take the cached output of a layer out; None if there is none, or it was of another input."""
     found = _running.outputs.pop(layer, None)
     return found[1] if found is not None and found[0] is x else None
 
 
 @functools.cache
-def _forward_of(forward: FunctionType) -> FunctionType:
+def _grouped_forward(forward: FunctionType) -> FunctionType:
     """Return the forward of a module with layers of one input: `forward` by name, as a pickle of a model knows it."""
 
     @functools.wraps(forward)

@@ -21,15 +21,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import dropout as dropouts
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.binding.loaded_kernels import owner_of, set_forward
+from kernels_ext_npu.binding.loaded_kernels import forward_owner, set_forward
 from kernels_ext_npu.catalogue import PROJECTIONS
 from kernels_ext_npu.matching.source_tree import function_tree
-from kernels_ext_npu.patterns.hooks import CALL, has_hooks
+from kernels_ext_npu.module_state import TORCH_CALL, has_hooks
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import gate_up_layout, refusals
 from kernels_ext_npu.swaps.linear import linear_groups
 from kernels_ext_npu.swaps.linear.linear_groups import LORA
-from kernels_ext_npu.swaps.linear.plain_linear import name_of, why_not_plain
+from kernels_ext_npu.swaps.linear.plain_linear import qualified_name, why_not_plain
 from kernels_ext_npu.swaps.protocol import Row, Swapping
 
 REPOSITORY = "Linear"
@@ -39,28 +39,27 @@ PAUSED = Reason("paused", "its adapters are merged or switched off: it is the la
 _LIBRARY = "peft.tuners.lora.layer"
 _MEMBERS = {"merged_adapters", "_disable_adapters", "cast_input_dtype_enabled", "lora_variant", "scaling"}
 _DROPOUT = nn.Dropout.forward if getattr(nn.Dropout.forward, "__globals__", None) is vars(dropouts) else None
-_WRITTEN = "result = result + lora_B(lora_A(dropout(x))) * scaling"  # what the kernel computes, in peft's words
-_TOGETHER = "_kernels_ext_npu_together"  # what the MLPs of SwiGLU call for gate and up, if the forward of a gate has it
+_WRITTEN = "result = result + lora_B(lora_A(dropout(x))) * scaling"  # peft's line for what the kernel computes
+_TOGETHER = "_kernels_ext_npu_together"  # attribute of gate's forward: computes gate and up, called by SwiGLU's MLPs
 
 
 class _Layer(NamedTuple):
-    """What a layer with adapters is computed of."""
+    """The tensors that the output of a layer with adapters is computed from."""
 
-    weight: Tensor  # of the frozen layer
+    weight: Tensor  # that of the frozen layer
     bias: Tensor | None
-    # for each active one ``a``, ``b``, its scale, and with which probability it drops its input, 0 for never; or the
-    # module that does, where that is no plain one
+    # (a, b, scale, probability of dropout) of each active adapter; a dropout that is not plain stands there itself
     adapters: list[tuple[Tensor, Tensor, float, float | nn.Module]]
 
     @property
     def has_one_that_keeps_all(self) -> bool:
-        """Whether it has one adapter, which drops nothing."""
+        """Whether it has exactly one adapter, without dropout."""
         return len(self.adapters) == 1 and self.adapters[0][3] == 0
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
-    """Let the layers with adapters of a model be nodes, and those of one input together."""
-    adapted = {module: reason is None for _, module, reason in _adapted_of(model)}
+    """Bind forwards to a model's layers with adapters, and let those of one input be computed together."""
+    adapted = {module: reason is None for _, module, reason in _find_adapted(model)}
     for module, is_served in adapted.items():
         kernel = registration.package(REPOSITORY) if is_served else None
         set_forward(module, kernel and _forward_with(kernel, type(module).forward), LORA)  # type: ignore[arg-type]
@@ -69,27 +68,29 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
 
 def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every linear layer of a model, and every one with adapters in place of what it adapts."""
-    adapted, together = {module: reason for _, module, reason in _adapted_of(model)}, _called_together(model)
+    adapted, together = {module: reason for _, module, reason in _find_adapted(model)}, _called_together(model)
     parts = {part for module in adapted for part in module.modules()} - adapted.keys()
     for path, module in model.named_modules():
         row = functools.partial(Row, path, type(module).__name__, is_candidate=False, kind=PROJECTIONS.in_models)
         if module in adapted:
             reason = adapted[module]
-            if owner_of(module) != LORA:
+            if forward_owner(module) != LORA:
                 yield row(None, False, reason or refusals.not_swapped())
             elif reason is not None:
                 yield row(None, False, refusals.changed(module, reason))
             else:
-                yield row(NAME, True, PAUSED if _layer_of(module, is_sharded=True) is PAUSED else together.get(module))
-        elif isinstance(module, nn.Linear) and module not in parts and owner_of(module) is None:
+                yield row(
+                    NAME, True, PAUSED if _current_layer(module, is_sharded=True) is PAUSED else together.get(module)
+                )
+        elif isinstance(module, nn.Linear) and module not in parts and forward_owner(module) is None:
             yield row(None, False, PLAIN)
 
 
 def why_apart(*pair: nn.Module) -> str | None:
     """Return why two layers with adapters that a kernel computes are two products; None if they need not be."""
-    if any(owner_of(each) != LORA for each in pair):
+    if any(forward_owner(each) != LORA for each in pair):
         return None
-    layers = [layer for each in pair if isinstance(layer := _layer_of(each, is_sharded=True), _Layer)]
+    layers = [layer for each in pair if isinstance(layer := _current_layer(each, is_sharded=True), _Layer)]
     if len(layers) < len(pair):
         return "peft computes what they are adapted by"
     if any(len(layer.adapters) != 1 for layer in layers):
@@ -103,8 +104,8 @@ def why_apart(*pair: nn.Module) -> str | None:
     return None
 
 
-def _adapted_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """Find the layers with adapters of a model, each with its path and why its class computes it; None if not."""
+def _find_adapted(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """Yield the layers with adapters of a model: path, module, and why the kernel does not compute it, or None."""
     library = sys.modules.get(_LIBRARY)
     if library is None:
         return
@@ -120,30 +121,30 @@ def _refusal(module: Any, is_sharded: bool) -> str | None:
     if (reason := refusals.unwanted(module, REPOSITORY) or refusals.elsewhere(module)) is not None:
         return reason
     if type(module) is not library.Linear:
-        return f"it is a {name_of(type(module))}: the kernel is for peft's Linear"
+        return f"it is a {qualified_name(type(module))}: the kernel is for peft's Linear"
     if not (_is_written(library.Linear.forward) and vars(module).keys() >= _MEMBERS):
         return "this release of peft computes adapters in other words"
-    if "forward" in vars(module) and owner_of(module) is None:
+    if "forward" in vars(module) and forward_owner(module) is None:
         return "another library has wrapped its forward"
-    found = _layer_of(module, is_sharded)
+    found = _current_layer(module, is_sharded)
     return found if isinstance(found, str) and found is not PAUSED else None
 
 
 @functools.cache
 def _is_written(forward: FunctionType) -> bool:
-    """Tell whether a forward computes adapters in the words that the kernel is for."""
+    """Tell whether a forward of peft computes adapters by the line that the kernel reproduces."""
     tree = function_tree(inspect.unwrap(forward))  # type: ignore[arg-type]
     assignments = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     return any(ast.unparse(node) == _WRITTEN for node in assignments)
 
 
 def _called_together(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the layers of a model that are one node with others, each with the names of all of these."""
+    """Return a remark for each layer that is computed in one node with others: their names."""
     found: dict[nn.Module, str] = {}
     for parent in model.modules():
         pair = gate_up_layout.called(parent)
-        for group in linear_groups.groups_of(parent) if pair is None else [pair]:
-            if _layers_of_several(group, is_sharded=True) is not None:  # in a call FSDP2 has gathered them
+        for group in linear_groups.shared_input_groups(parent) if pair is None else [pair]:
+            if _current_layers(group, is_sharded=True) is not None:  # in a call FSDP2 has gathered them
                 names = [name for name, child in parent.named_children() if child in group]
                 found |= dict.fromkeys(group, f"one node with {', '.join(names)}")
     return found
@@ -159,12 +160,12 @@ def _forward_with(kernel: ModuleType, matched: FunctionType) -> FunctionType:
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         is_plain = type(self).forward is matched and not args and not kwargs and _is_plain_call(x)
-        layer = _layer_of(self) if is_plain else None
+        layer = _current_layer(self) if is_plain else None
         if not isinstance(layer, _Layer):
             return type(self).forward(self, x, *args, **kwargs)
         if (found := linear_groups.pop_cached(self, x)) is not None:
             return found
-        if (layers := _layers_of_several(group := linear_groups.called_next(self))) is not None:
+        if (layers := _current_layers(group := linear_groups.called_next(self))) is not None:
             first, *others = kernel.lora_linears(x, _given(layers, kernel))
             linear_groups.cache_outputs(x, group[1:], others)
             return first
@@ -179,7 +180,7 @@ def _forward_with(kernel: ModuleType, matched: FunctionType) -> FunctionType:
     def together(gate: Any, up: Any, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """Compute gate and up of an MLP as one product, or as two; None where they have to be called."""
         are_plain = type(gate).forward is type(up).forward is matched and _is_plain_call(x)
-        layers = _layers_of_several([gate, up]) if are_plain else None
+        layers = _current_layers([gate, up]) if are_plain else None
         if layers is None:
             return None
         both = kernel.lora_pair(x, _given(layers, kernel))
@@ -193,14 +194,14 @@ def _is_plain_call(x: Tensor) -> bool:
     return x.device.type == "npu" and not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
 
-def _layers_of_several(modules: Sequence[nn.Module], is_sharded: bool = False) -> list[_Layer] | None:
-    """Return what several layers are computed of; None where each has to be called.
+def _current_layers(modules: Sequence[nn.Module], is_sharded: bool = False) -> list[_Layer] | None:
+    """Return the tensors of several layers that can be computed together; None where each has to be called.
 
-    So it has with dropout: each adapter drops others then, and hardly anything is shared.
+    With dropout each has to be: every adapter drops other elements, and hardly anything is shared.
     """
-    if len(modules) < 2 or any(owner_of(module) != LORA or has_hooks(module) for module in modules):
+    if len(modules) < 2 or any(forward_owner(module) != LORA or has_hooks(module) for module in modules):
         return None
-    layers = [_layer_of(module, is_sharded) for module in modules]
+    layers = [_current_layer(module, is_sharded) for module in modules]
     found = [layer for layer in layers if isinstance(layer, _Layer) and layer.has_one_that_keeps_all]
     return found if len(found) == len(modules) else None
 
@@ -210,8 +211,8 @@ def _given(layers: Sequence[_Layer], kernel: ModuleType) -> list[tuple[Tensor, T
     return [(weight, bias, kernel.Adapter(*adapters[0][:3])) for weight, bias, adapters in layers]
 
 
-def _layer_of(module: Any, is_sharded: bool = False) -> _Layer | str:
-    """Return what a layer is computed of now, or why its class has to compute it."""
+def _current_layer(module: Any, is_sharded: bool = False) -> _Layer | str:
+    """Return the tensors that a layer is computed from now, or the reason why its class has to compute it."""
     modules, members = module._modules, vars(module)
     base = modules["base_layer"]
     if (reason := why_not_plain(base, is_sharded)) is not None:
@@ -227,8 +228,8 @@ def _layer_of(module: Any, is_sharded: bool = False) -> _Layer | str:
     for name in module.active_adapters:
         if name not in modules["lora_A"]._modules:
             continue
-        if (variant := members["lora_variant"].get(name)) is not None:
-            return f"its adapter {name} is of another kind: {type(variant).__name__}"
+        if (other := members["lora_variant"].get(name)) is not None:
+            return f"its adapter {name} is of another kind: {type(other).__name__}"
         factors = [modules[side]._modules[name] for side in ("lora_A", "lora_B")]
         if (reason := next(filter(None, (why_not_plain(factor, is_sharded) for factor in factors)), None)) is not None:
             return f"of its adapter {name}: {reason}"
@@ -244,12 +245,12 @@ def _layer_of(module: Any, is_sharded: bool = False) -> _Layer | str:
 
 
 def _dropout(module: nn.Module) -> float | nn.Module:
-    """Return with which probability a dropout drops its input; the module itself where that is no plain one."""
+    """Return the probability of a plain dropout; the module itself if it is not plain."""
     if has_hooks(module) or "forward" in vars(module):
         return module
     if type(module) is nn.Identity:
         return 0.0
-    if type(module) is not nn.Dropout or nn.Dropout.forward is not _DROPOUT or nn.Dropout.__call__ is not CALL:
+    if type(module) is not nn.Dropout or nn.Dropout.forward is not _DROPOUT or nn.Dropout.__call__ is not TORCH_CALL:
         return module
     if module.inplace or module.p >= 1:
         return module

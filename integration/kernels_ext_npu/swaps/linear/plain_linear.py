@@ -1,4 +1,4 @@
-"""What a plain linear layer is: one product with numbers, which nobody watches, so that a kernel may compute it.
+"""Plain linear layers: one product with ordinary tensors and no hooks, so that a kernel may compute it.
 
 Adapters and heads ask it when kernels are swapped in, and again in each call, since a layer is quantised, hooked or
 wrapped at any time.
@@ -11,8 +11,8 @@ from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import linear
 
-from kernels_ext_npu.binding.loaded_kernels import owner_of
-from kernels_ext_npu.patterns.hooks import CALL, has_hooks
+from kernels_ext_npu.binding.loaded_kernels import forward_owner
+from kernels_ext_npu.module_state import TORCH_CALL, has_hooks
 from kernels_ext_npu.reasons import Reason
 
 _NUMBERS = (nn.Parameter, FakeTensor)
@@ -28,10 +28,10 @@ def why_not_plain(layer: nn.Module, is_sharded: bool = False) -> Reason | None:
         is_sharded: whether DTensors will do, which FSDP2 makes plain while the model is called.
     """
     if type(layer) is not nn.Linear:
-        return Reason("class", f"it is a {name_of(type(layer))}, which may compute something else")
-    if nn.Linear.forward is not _FORWARD or nn.Linear.__call__ is not CALL:
+        return Reason("class", f"it is a {qualified_name(type(layer))}, which may compute something else")
+    if nn.Linear.forward is not _FORWARD or nn.Linear.__call__ is not TORCH_CALL:
         return Reason("replaced", "the forward of all linear layers was replaced")
-    if "forward" in vars(layer) and owner_of(layer) is None:
+    if "forward" in vars(layer) and forward_owner(layer) is None:
         return Reason("wrapped", "another library has wrapped its forward")
     if has_hooks(layer):
         return Reason("hooks", "hooks watch its calls")
@@ -41,11 +41,11 @@ def why_not_plain(layer: nn.Module, is_sharded: bool = False) -> Reason | None:
     for tensor in (weight, layer._parameters["bias"]):
         is_number = type(tensor) in _NUMBERS or (is_sharded and isinstance(tensor, DTensor))
         if tensor is not None and not is_number:
-            name = name_of(type(tensor))
+            name = qualified_name(type(tensor))
             return Reason("weight", f"its weight is a {name}: the kernel multiplies with numbers alone")
     return None
 
 
-def name_of(cls: type) -> str:
+def qualified_name(cls: type) -> str:
     """Return the full name of a class."""
     return f"{cls.__module__}.{cls.__qualname__}"

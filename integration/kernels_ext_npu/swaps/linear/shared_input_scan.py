@@ -1,4 +1,4 @@
-"""Which layers of a module are called with one input: queries, keys and values of an attention, gate and up of an MLP.
+"""Find layers that a module calls with one input: q, k and v of attention, gate and up of an MLP.
 
 Read from the syntax tree of its forward. Of
 

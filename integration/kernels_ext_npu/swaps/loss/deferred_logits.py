@@ -36,14 +36,14 @@ _READ_MEMORY = {getattr(Tensor, name) for name in _NAMES.split()}
 
 
 class DeferredLogits(Tensor):
-    """Logits that nobody has looked at, or the way to those that somebody has."""
+    """Lazy logits: computed when somebody reads their values."""
 
-    call: Call  # of the head
-    product: Product | None  # what they are computed from
-    steps: tuple[Step, ...] = ()  # what was made of the logits of the head
-    before: DeferredLogits | None = None  # those that the last step was made of, until they are computed
-    known: Tensor | None = None  # what they are, outside of autograd; None while they are not computed
-    is_twin: bool = False  # whether only nodes of autograd hold them
+    call: Call  # the call of the head that returned them
+    product: Product | None  # hidden states and weight; None once they are computed
+    steps: tuple[Step, ...] = ()  # what the model applied to the output of the head
+    before: DeferredLogits | None = None  # the input of the last step; None once they are computed
+    known: Tensor | None = None  # their values, outside of autograd; None while they are not computed
+    is_twin: bool = False  # whether they are saved by a node of autograd, and no user has them
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,7 +71,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Give the values to what runs below autograd."""
+        """Compute the logits for what runs below autograd."""
         if function is torch.ops.aten.detach.default and args[0].is_kept():
             return args[0].detach_unseen()
         args, kwargs = tree_map_only(DeferredLogits, lambda logits: logits.materialize(function), (args, kwargs or {}))
@@ -79,11 +79,11 @@ class DeferredLogits(Tensor):
             return function(*args, **kwargs)
 
     def is_kept(self) -> bool:
-        """Tell whether they are what a node keeps: who detaches them, as checkpoints do, keeps them for it."""
+        """Tell whether they are a twin that is not computed: detaching it, as checkpoints do, need not compute it."""
         return self.is_twin and self.known is None
 
     def detach_unseen(self) -> DeferredLogits:
-        """Return the same for the same node, outside of autograd and not computed either."""
+        """Return a detached copy that is not computed either."""
         made = _maker(self, self.device)()
         vars(made).update(vars(self))
         return made
@@ -131,7 +131,7 @@ def _follow(logits: DeferredLogits, step: Step) -> DeferredLogits:
 
 
 def _twin(logits: DeferredLogits) -> DeferredLogits:
-    """Return the same logits for nodes of autograd, which hold them when nobody holds the others."""
+    """Return a second lazy tensor of the same logits for autograd to save, so that no user's tensor is kept alive."""
     made = Follow.apply(logits, Step(Tensor.contiguous, ()), _maker(logits, logits.device), None)
     made.call, made.product, made.steps, made.is_twin = logits.call, logits.product, logits.steps, True
     return made

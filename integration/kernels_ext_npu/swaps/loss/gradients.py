@@ -1,7 +1,7 @@
 """Nodes of autograd for logits that are not computed, so that whoever asks for their gradient gets an ordinary one.
 
-No node holds logits that somebody else may hold: whether somebody does is what decides that they are computed. A node
-that needs their values holds a twin of them, which nobody else sees.
+Logits are computed if the user still holds them when the backward begins, which is seen by weak references. A node that
+needs their values therefore saves a twin, a second lazy tensor, and never keeps the user's own tensor alive.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 from kernels_ext_npu.swaps.loss.steps import Step
 
 HELD = "the output was still held when the backward began"
-_calls: weakref.WeakSet[Call] = weakref.WeakSet()  # whose logits may not be computed
+_calls: weakref.WeakSet[Call] = weakref.WeakSet()  # calls whose logits may not be computed yet
 
 
 class Call:
     """A call of a head."""
 
     def __init__(self) -> None:
-        # all that were made of its output, of which some may be gone; each before what was made of it
+        # its output and all that was derived from it, in the order in which they were made; some may be gone
         self.logits: list[weakref.ref[Any]] = []
-        self.is_asked_for = False  # whether somebody asked for the gradient of some
+        self.is_asked_for = False  # whether the gradient of any of them was asked for
         self.reason: str | None = None  # why they were computed; None if they were not
         _calls.add(self)
 
     def materialize(self, reason: str) -> None:
-        """Compute all logits that somebody holds, so that none are left when others are changed in place."""
+        """Compute all logits that are still held: later ones may be changed in place."""
         for reference in self.logits:
             if (logits := reference()) is not None and logits.known is None:
                 self.reason = reason
@@ -38,7 +38,7 @@ class Call:
 
     @staticmethod
     def materialize_all() -> None:
-        """Compute what somebody holds of any call: after a backward weights change."""
+        """Compute the logits that are still held, of all calls: after a backward weights change."""
         for call in list(_calls):
             _calls.discard(call)
             call.materialize(HELD)
@@ -93,10 +93,11 @@ class Follow(torch.autograd.Function):
 
 
 class PassBy(torch.autograd.Function):
-    """The node between a loss and the logits that it was computed without.
+    """The node that routes the gradient of a loss past logits that were never computed, unless somebody wants theirs.
 
-    ``apply(loss, twin, function, call)`` returns the loss itself. The backward goes on to what computed it, or, when
-    somebody asks for the gradient of the logits, to these, of which ``function`` makes the loss.
+    ``apply(loss, twin, function, call)`` returns the loss itself. Its backward passes the gradient to the kernel that
+    computed the loss; where the gradient of the logits was asked for, it goes through ``function(twin)`` instead, which
+    is the loss computed from logits.
     """
 
     @staticmethod

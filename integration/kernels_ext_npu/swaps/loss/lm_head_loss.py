@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from types import FrameType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -23,10 +23,11 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.binding.loaded_kernels import owner_of, set_forward
+from kernels_ext_npu.binding.loaded_kernels import forward_owner, set_forward
 from kernels_ext_npu.catalogue import HEADS
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.swaps import refusals
+from kernels_ext_npu.swaps.forward_with_labels import forward_with_labels
 from kernels_ext_npu.swaps.linear.plain_linear import why_not_plain
 from kernels_ext_npu.swaps.loss.deferred_logits import defer
 from kernels_ext_npu.swaps.loss.gradients import Call
@@ -38,25 +39,24 @@ NAME = "linear_cross_entropy"
 _OWNER = "loss"
 _COMPUTED = "its logits were computed when the model was last called with labels"
 _LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
-_FRAMES = 16  # of calls between the forward of the model with labels and that of a head
 
-_last_calls: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()  # of heads, with labels
+_last_calls: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()  # by head
 
 
 def apply(model: nn.Module, swapping: Swapping) -> None:
     """Let the heads of a model defer their logits, where they may."""
-    for path, head, owner in heads_of(model):
+    for path, head, owner in find_heads(model):
         is_served = refusal(path, head, owner) is None
         set_forward(head, _forward_with(registration.package(REPOSITORY)) if is_served else None, _OWNER)
 
 
 def rows(model: nn.Module) -> Iterator[Row]:
     """Describe every head of a language model that computes a loss from labels."""
-    for path, head, owner in heads_of(model):
+    for path, head, owner in find_heads(model):
         row = functools.partial(Row, path, type(head).__name__, is_candidate=False, kind=HEADS.in_models)
         reason, call = refusal(path, head, owner), _last_calls.get(head)
         looked = None if call is None else call.reason
-        if owner_of(head) != _OWNER:
+        if forward_owner(head) != _OWNER:
             yield row(None, False, reason or refusals.not_swapped())
         elif reason is not None:
             yield row(NAME, False, refusals.changed(head, reason))
@@ -66,7 +66,7 @@ def rows(model: nn.Module) -> Iterator[Row]:
             yield row(NAME, True, looked and f"{_COMPUTED}: {looked}")
 
 
-def heads_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+def find_heads(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
     """Find the heads of models that compute a loss from labels, with their paths and the innermost of their models."""
     paths = {module: path for path, module in model.named_modules()}
     found: dict[nn.Module, PreTrainedModel] = {}
@@ -80,7 +80,7 @@ def heads_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedModel
 
 
 def refusal(path: str, head: nn.Module, model: PreTrainedModel) -> str | None:
-    """Return why the head of a model has to compute its logits; None if it need not."""
+    """Return why the head of a model cannot defer its logits; None if it can."""
     if path.rpartition(".")[2] not in _names(model):
         return "its head is called by another forward than the one that gets labels"
     return refusals.unwanted(head, REPOSITORY) or refusals.elsewhere(head) or why_not_plain(head, is_sharded=True)
@@ -109,7 +109,7 @@ def _forward_with(kernel: ModuleType) -> FunctionType:
 
 
 def _can_defer(head: nn.Module, hidden_states: Tensor) -> bool:
-    """Tell whether the logits of a call can wait: they need a gradient, and the weight is there until backward."""
+    """Tell whether the logits of a call can be deferred: they need a gradient, and nothing transforms the call."""
     if why_not_plain(head) is not None or torch._C._are_functorch_transforms_active():
         return False
     given = [hidden_states, *(tensor for tensor in head._parameters.values() if tensor is not None)]
@@ -121,30 +121,8 @@ def _can_defer(head: nn.Module, hidden_states: Tensor) -> bool:
     )
 
 
-def forward_with_labels(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost forward of a model that was given labels, of those that are running; None where none was.
-
-    It is read from the variables of the running forwards: no hook or wrapper sees all calls. peft calls
-    ``self.model.forward(...)``, accelerate and FSDP exchange forwards and classes, and a model inside another may be
-    given labels or not. Where one that was given none is sharded, FSDP frees its weights before the loss of the other.
-    """
-    for _ in range(_FRAMES):
-        if frame is None:
-            return None
-        if "labels" in frame.f_code.co_varnames:
-            model, labels = (frame.f_locals.get(name) for name in ("self", "labels"))
-            if not isinstance(model, PreTrainedModel):
-                return None
-            if isinstance(labels, Tensor):
-                return frame
-            if isinstance(model, FSDPModule):
-                return None
-        frame = frame.f_back
-    return None
-
-
 def _deferred(head: Any, hidden_states: Tensor, model: nn.Module, kernel: ModuleType) -> Tensor:
-    """Return the logits of a head that are not computed yet.
+    """Return deferred logits of a head.
 
     FSDP frees the weights behind the forward of a model, and fills the same memory later: they are copied.
     """
@@ -164,4 +142,4 @@ def _deferred(head: Any, hidden_states: Tensor, model: nn.Module, kernel: Module
 def _names(model: nn.Module) -> AbstractSet[str]:
     """Return the names that the forward of a model uses, those of its parameters among them."""
     forward: Any = inspect.unwrap(type(model).forward)
-    return classification.names(forward) | inspect.signature(forward).parameters.keys()
+    return classification.referenced_names(forward) | inspect.signature(forward).parameters.keys()

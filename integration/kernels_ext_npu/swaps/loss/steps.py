@@ -1,4 +1,4 @@
-"""What models do with logits between the head and the loss, and how a kernel does the same without them.
+"""The steps of a model between its head and its loss, and how the kernel computes the same without logits.
 
     logits = torch.tanh(logits / 30.0) * 30.0               # a softcap
     loss = cross_entropy(logits.float().view(-1, V), labels)
@@ -43,7 +43,7 @@ class Step(NamedTuple):
         return getattr(self.function, "__name__", "")
 
     def is_known(self, logits: Tensor) -> bool:
-        """Tell whether it is one of those that this file knows, with arguments that are no tensors but a bias."""
+        """Tell whether it is a known function, whose arguments are numbers, or one bias."""
         if self.function not in (getattr(Tensor, self.name, None), getattr(torch, self.name, None)):
             return False
         if self.name in _SUMS:
@@ -66,12 +66,12 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Product:
-    """What the logits of a head are computed from."""
+    """The product that gives the logits of a head: hidden states, weight and bias."""
 
     hidden_states: Tensor  # ``[..., H]``
     weight: Tensor  # ``[V, H]``
     bias: Tensor | None  # ``[V]``
-    detached: tuple[Tensor | None, ...]  # the same three for whoever looks at logits, whatever becomes of the model
+    detached: tuple[Tensor | None, ...]  # the same three, detached, for computing logits after the model has changed
     kernel: ModuleType  # the package that computes the loss
 
     def logits(self, steps: Sequence[Step]) -> Tensor:
@@ -97,7 +97,7 @@ class Product:
                 bias = arg.flatten()
             elif name in ("float", "to") and (arg or torch.float32) in (dtype, torch.float32):
                 dtype = arg or torch.float32
-            elif (found := _rows_of(step, rows, self.weight.shape[0])) is not None:
+            elif (found := _remaining_rows(step, rows, self.weight.shape[0])) is not None:
                 rows = found
             else:
                 return None
@@ -107,8 +107,8 @@ class Product:
         return self.kernel.linear_cross_entropy(rows, self.weight, labels, bias, **options).to(dtype)
 
 
-def _rows_of(step: Step, rows: Tensor, words: int) -> Tensor | None:
-    """Return the rows of hidden states whose logits a step leaves; None where it leaves no whole ones.
+def _remaining_rows(step: Step, rows: Tensor, words: int) -> Tensor | None:
+    """Return the rows of hidden states whose logits remain after a step; None if rows of logits do not stay whole.
 
     Example: ``logits.view(-1, V)`` of ``[2, 3, V]`` is ``hidden_states.reshape(6, H)``.
     """

@@ -3,20 +3,20 @@
 import pytest
 from torch import Tensor
 
-from kernels_ext_npu.swaps.attention import latents
+from kernels_ext_npu.swaps.attention import mla_absorb
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, *methods: str) -> list[int]:
     """Return the numbers of queries of each attention that methods of latents compute from now on."""
     queries: list[int] = []
     for name in methods:
-        method = getattr(latents.Latents, name)
+        method = getattr(mla_absorb.Latents, name)
 
         def noted(self, call, query: Tensor, *rest, method=method) -> Tensor:
             queries.append(query.shape[2])
             return method(self, call, query, *rest)
 
-        monkeypatch.setattr(latents.Latents, name, noted)
+        monkeypatch.setattr(mla_absorb.Latents, name, noted)
     return queries
 
 
@@ -36,5 +36,5 @@ def on_latents(monkeypatch) -> list[int]:
 def always(monkeypatch) -> None:
     """Attend to chosen keys wherever there are more."""
     monkeypatch.setattr(
-        latents.Latents, "is_cheaper_of_chosen", lambda self, queries, count, gathered: count < self.nope.shape[2]
+        mla_absorb.Latents, "is_cheaper_for_chosen", lambda self, queries, count, gathered: count < self.nope.shape[2]
     )

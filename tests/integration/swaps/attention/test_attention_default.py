@@ -17,7 +17,7 @@ from kernels_ext_npu.transformers_internals import sdpa_drops_biases
 from tests.support import zoo
 from tests.support.attention_models import BATCHES, build, on_npu
 from tests.support.launches import ATTENTION as LAUNCH
-from tests.support.launches import of_attention as launches
+from tests.support.launches import attention_launches as launches
 
 RESTORED = "the model was loaded without use_kernels=True, or its kernels were taken out: call kernelize(model)"
 

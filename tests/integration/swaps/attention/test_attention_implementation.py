@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kernels_ext_npu
 from tests.support import zoo
 from tests.support.attention_models import MODELS, NAME, build, ids, on_npu, pair
-from tests.support.launches import of_attention as launches
+from tests.support.launches import attention_launches as launches
 from tests.support.nearness import assert_each_near
 
 ON_HUB = "kernels-ext-npu/FlashAttention"

@@ -15,7 +15,7 @@ from transformers.masking_utils import (
 )
 
 import kernels_ext_npu
-from kernels_ext_npu.swaps.attention import split_sequences
+from kernels_ext_npu.swaps.attention import sequence_parallel_guards
 
 WINDOW = and_masks(sliding_window_overlay(4), causal_mask_function)
 CHUNKS = and_masks(chunked_overlay(4, torch.zeros(1, dtype=torch.int)), causal_mask_function)
@@ -29,7 +29,7 @@ def described(function: Callable) -> object:
 def test_what_leaves_out_more_than_the_order_of_tokens_is_refused() -> None:
     module = nn.Linear(1, 1)
     for served in (None, described(causal_mask_function), described(bidirectional_mask_function)):
-        split_sequences.refuse_mask(module, served)
+        sequence_parallel_guards.refuse_mask(module, served)
     for mask in (*map(described, (WINDOW, CHUNKS, PACKED)), torch.ones(1, 1, 8, 8, dtype=torch.bool)):
         with pytest.raises(ValueError, match="Linear: torch's context_parallel exchanges keys, and computes causal"):
-            split_sequences.refuse_mask(module, mask)
+            sequence_parallel_guards.refuse_mask(module, mask)

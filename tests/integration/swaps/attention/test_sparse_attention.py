@@ -13,7 +13,7 @@ from transformers import DynamicCache, StaticCache
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import INDEXERS
-from kernels_ext_npu.matching.indexer_scan import chooser, hands_on_indices
+from kernels_ext_npu.matching.indexer_scan import hands_on_indices, indexer_rewriter
 from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.swaps.attention import indexers
 from tests.support.counted import counted
@@ -142,6 +142,6 @@ def test_every_class_that_hands_on_indices_is_known() -> None:
                 if ".update_indexer(" in source:
                     found["indexer"].add(cls)
     assert [len(classes) for classes in found.values()] == [7, 7]
-    assert all(map(chooser, found["indexer"]))
+    assert all(map(indexer_rewriter, found["indexer"]))
     masked = {cls.__name__ for cls in found["attention"] if hands_on_indices(cls) is None}
     assert masked == {"Dots3NoteTextAttention"}  # in other words: its mask says what was chosen

@@ -13,7 +13,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32At
 
 import kernels_ext_npu
 from kernels_ext_npu.measuring.costs import Cost
-from kernels_ext_npu.swaps.attention import serving
+from kernels_ext_npu.swaps.attention import eligibility
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -67,7 +67,7 @@ def test_chosen_keys_are_no_further_from_float64_than_all(module, chosen, monkey
         mine = found.copy()
         found.clear()
         for each in (ours, ours.indexer):  # norms and rotations stay: other roundings of theirs choose other keys
-            setattr(each, serving.PLAIN, True)
+            setattr(each, eligibility.KERNEL_DISABLED, True)
         ours.config._attn_implementation = "sdpa"
         many = both(ours, x.npu(), table.npu(), lambda begin, end: causal[..., begin:end, :end].npu())
         hook.remove()
@@ -107,7 +107,7 @@ def test_autocast_is_as_near_to_float64_as_expanded_keys(module, chosen, always)
         return out.detach().cpu().double(), torch.cat([gradient.cpu().double().flatten() for gradient in gradients])
 
     ours, plain = served(module, torch.float32), served(module, torch.float32)
-    setattr(plain, serving.PLAIN, True)
+    setattr(plain, eligibility.KERNEL_DISABLED, True)
     exact = trained(module, torch.zeros(1, 1, 48, 48, dtype=torch.float64).masked_fill(~causal, -torch.inf))
     few = trained(ours, kernel.attention_mask(2, 48, 48, device="npu", allow_is_causal_skip=False))
     assert chosen == [48]
@@ -125,7 +125,7 @@ def test_under_autocast_keys_are_chosen_no_worse_than_by_the_class_itself(module
     with torch.autocast("npu", torch.bfloat16):
         given = x.npu(), residual.npu(), tuple(table.npu()), seen.npu(), None
         mine = ours.indexer(*given).cpu().long()
-        setattr(ours.indexer, serving.PLAIN, True)
+        setattr(ours.indexer, eligibility.KERNEL_DISABLED, True)
         theirs = ours.indexer(*given).cpu().long()
     scores = []
     module.indexer.index_topk = 1

@@ -22,7 +22,7 @@ from tests.support.list_blocks import assert_close, each_block, results
 pytestmark = pytest.mark.usefixtures("registered")
 
 
-def row_of(model: nn.Module) -> kernels_ext_npu.Row:
+def find_row(model: nn.Module) -> kernels_ext_npu.Row:
     (row,) = [row for row in kernels_ext_npu.report(model) if row.kernel in ("SparseMoEBlock", "GatedMoEBlock")]
     return row
 
@@ -37,7 +37,7 @@ def test_a_block_computes_what_it_did_and_restored_it_is_the_original_again(cls,
     """Names and values of weights stay."""
     original = nn.ModuleDict({"block": block(cls).train(mode == "training")})
     model = in_a_model(original["block"])
-    assert (row_of(model).swapped, row_of(model).reason, row_of(model).kind) == (True, None, "experts")
+    assert (find_row(model).swapped, find_row(model).reason, find_row(model).kind) == (True, None, "experts")
     softnpu.reset_counters()
     found = results(model["block"], block_inputs().npu())
     counters = softnpu.counters()
@@ -48,7 +48,7 @@ def test_a_block_computes_what_it_did_and_restored_it_is_the_original_again(cls,
         assert_close(again, results(original["block"], block_inputs()))
     states = [model.state_dict(), copy.deepcopy(model).state_dict()]
     kernels_ext_npu.restore(model)
-    assert not row_of(model).swapped
+    assert not find_row(model).swapped
     for found in (*states, model.state_dict()):
         assert list(found) == list(original.state_dict())
         assert all(torch.equal(found[name].cpu(), value) for name, value in original.state_dict().items())
@@ -67,8 +67,8 @@ def lora(module: nn.Module) -> nn.Module:
 def test_experts_with_lora_keep_their_forward() -> None:
     adapted = lora(block(Qwen3MoeSparseMoeBlock))
     model = in_a_model(adapted)
-    assert not row_of(model).swapped
-    assert row_of(model).reason.startswith("a projection of an expert is a peft.tuners.lora.layer.Linear")
+    assert not find_row(model).swapped
+    assert find_row(model).reason.startswith("a projection of an expert is a peft.tuners.lora.layer.Linear")
     assert_close(results(model["block"], block_inputs().npu()), results(adapted, block_inputs()))
 
 
@@ -89,7 +89,7 @@ def test_what_comes_after_the_swap_is_respected_and_reported(change, reason) -> 
     original = block(Qwen3MoeSparseMoeBlock)
     model = in_a_model(original)
     change(model["block"])
-    assert (row_of(model).swapped, row_of(model).reason) == (True, f"expert by expert, since {reason}")
+    assert (find_row(model).swapped, find_row(model).reason) == (True, f"expert by expert, since {reason}")
     softnpu.reset_counters()
     found = results(model["block"], block_inputs().npu())
     assert "npu_grouped_matmul" not in softnpu.counters()
@@ -112,4 +112,4 @@ def test_what_comes_after_the_swap_is_respected_and_reported(change, reason) -> 
 def test_what_the_pattern_does_not_show_is_refused_with_a_reason(cls, change, reason) -> None:
     built = block(cls, experts=6)
     change(built)
-    assert (row_of(in_a_model(built)).swapped, row_of(in_a_model(built)).reason) == (False, reason)
+    assert (find_row(in_a_model(built)).swapped, find_row(in_a_model(built)).reason) == (False, reason)

@@ -108,7 +108,7 @@ def hooked(model: nn.Module) -> None:
     model.model.layers[0].mlp.up_proj.register_forward_pre_hook(lambda *_: None)
 
 
-def of_no_parameters(model: nn.Module) -> None:
+def without_parameters(model: nn.Module) -> None:
     """As FSDP has it without the original parameters: an attribute that is a view of something else."""
     for layer in model.model.layers:
         value = layer.mlp.up_proj.weight.detach()
@@ -145,7 +145,7 @@ CHANGES: dict[str, tuple[Callable, bool, list[str | None]]] = {
     "assigned state dict": (assigned, True, [APART] * 2),
     "cast": (cast_and_back, True, [APART] * 2),
     "hook": (hooked, True, ["two products, since a projection has hooks, which one product would pass by", None]),
-    "weight that is no parameter": (of_no_parameters, False, ["two products, since a weight is no parameter"] * 2),
+    "weight that is no parameter": (without_parameters, False, ["two products, since a weight is no parameter"] * 2),
     "flat buffer": (flattened, True, [None] * 2),
     "flat buffer before": (flattened, False, [None] * 2),
     "the other way round": (the_other_way_round, False, OTHERWISE),

@@ -44,12 +44,12 @@ def _registered() -> None:
 
 
 def pair(
-    device: str = "cpu", dtype: torch.dtype = torch.float32, of: type[Attention] = Attention, **options: Any
+    device: str = "cpu", dtype: torch.dtype = torch.float32, base: type[Attention] = Attention, **options: Any
 ) -> tuple[nn.Module, nn.Module]:
     """An attention with adapters that has kernels, and the same as peft computes it, on a device."""
     torch.manual_seed(0)
     config = LoraConfig(**{"r": 4, "target_modules": NAMES, "init_lora_weights": False} | options)
-    original = get_peft_model(of().to(dtype), config).train()
+    original = get_peft_model(base().to(dtype), config).train()
     return kernels_ext_npu.kernelize(copy.deepcopy(original).npu()), original.to(device)
 
 
@@ -57,9 +57,9 @@ def reasons(model: nn.Module) -> dict[str, str | None]:
     return {row.path.rpartition(".")[2]: row.reason for row in kernels_ext_npu.report(model).projections}
 
 
-def step(call: Callable[..., Tensor], x: Tensor, of: nn.Module | None = None) -> dict[str, Tensor]:
+def step(call: Callable[..., Tensor], x: Tensor, base: nn.Module | None = None) -> dict[str, Tensor]:
     """What a call of a model gives, and the gradients of its weights."""
-    model = call if of is None else of
+    model = call if base is None else base
     model.zero_grad(set_to_none=True)
     y = call(x)
     y.float().square().mean().backward()
@@ -121,20 +121,20 @@ def drawing_alike(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("of", [Attention, Interrupted, Reseeded])
-def test_dropout_draws_what_peft_draws(of: type[Attention], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("base", [Attention, Interrupted, Reseeded])
+def test_dropout_draws_what_peft_draws(base: type[Attention], dtype: torch.dtype) -> None:
     """The same numbers from the same generator: an element more or less would be a difference of a tenth.
 
     bfloat16: beside adapters of float32, a rounding in each of the layers, relative to the norm.
     """
     tolerance = 1e-5 if dtype is torch.float32 else 2.0**-7
-    model, original = pair("npu", dtype, of=of, lora_dropout=0.3)
+    model, original = pair("npu", dtype, base=base, lora_dropout=0.3)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert reasons(model) == dict.fromkeys(NAMES)  # each draws in its turn
 
     def two_steps(each: nn.Module) -> dict[str, Tensor]:
         first, second = (step(each, X.to(dtype).npu()) for _ in range(2))
-        assert (first[""] - second[""]).norm() > 0.1 * first[""].norm() or of is Reseeded
+        assert (first[""] - second[""]).norm() > 0.1 * first[""].norm() or base is Reseeded
         return first | {f"second {name}": value for name, value in second.items()}
 
     drawing_alike(model, original, two_steps, tolerance)
@@ -146,7 +146,7 @@ def test_dropout_draws_what_peft_draws(of: type[Attention], dtype: torch.dtype) 
 def test_dropout_under_checkpointing_is_that_of_peft(reentrant: bool) -> None:
     def checkpointed(each: nn.Module) -> dict[str, Tensor]:
         x = X.npu().requires_grad_()
-        return step(lambda x: checkpoint(each, x, use_reentrant=reentrant), x, of=each) | {"x": x.grad}
+        return step(lambda x: checkpoint(each, x, use_reentrant=reentrant), x, base=each) | {"x": x.grad}
 
     drawing_alike(*pair("npu", lora_dropout=0.3), checkpointed)
 

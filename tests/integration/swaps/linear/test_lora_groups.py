@@ -21,7 +21,7 @@ def _registered() -> None:
     kernels_ext_npu.register(kernels=["Linear"])
 
 
-def attention_of(model: nn.Module) -> Attention:
+def find_attention(model: nn.Module) -> Attention:
     return next(module for module in model.modules() if isinstance(module, Attention))
 
 
@@ -55,19 +55,19 @@ def test_a_layer_that_is_changed_later_is_computed_as_it_is(change: Callable[[At
     """Also when kernels are looked at: of those that another one has left none is computed together."""
     model, original = pair()
     for each in (model, original):
-        change(attention_of(each))
+        change(find_attention(each))
     assert_same(model, original)
     kernels_ext_npu.kernelize(model)
     if change is exchanged:
         assert not any(reasons(model)[name] for name in ("q_proj", "v_proj", "o_proj"))
-        assert "forward" not in vars(attention_of(model))
+        assert "forward" not in vars(find_attention(model))
     assert_same(model, original)
 
 
 @torch.no_grad()
 def test_layers_that_are_called_by_somebody_else_are_computed_by_themselves() -> None:
     model, original = pair()
-    found, expected, x = attention_of(model), attention_of(original), X.npu()
+    found, expected, x = find_attention(model), find_attention(original), X.npu()
     torch.testing.assert_close(found.q_proj(x).cpu(), expected.q_proj(X), rtol=1e-4, atol=1e-5)
     for each in (found, expected):
         each.k_proj.base_layer.weight.data.mul_(2)  # which no version counts
@@ -81,7 +81,7 @@ def test_a_forward_that_ends_in_between_leaves_nothing_to_the_next() -> None:
         raise KeyboardInterrupt
 
     x = X.npu()
-    handle = attention_of(model).v_proj.register_forward_pre_hook(stop)
+    handle = find_attention(model).v_proj.register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
         model(x)
     handle.remove()
@@ -118,7 +118,7 @@ def test_a_copy_and_a_pickle_are_what_the_model_is() -> None:
     model, original = pair()
     copied, expected = copy.deepcopy(model), copy.deepcopy(original)
     for each in (copied, expected):
-        attention_of(each).k_proj.base_layer.weight.data.zero_()
+        find_attention(each).k_proj.base_layer.weight.data.zero_()
     assert_same(copied, expected)
     assert_same(model, original)
     unpickled = pickle.loads(pickle.dumps(model))
@@ -138,7 +138,7 @@ class Changing(Attention):
 
 @torch.no_grad()
 def test_an_input_that_is_changed_between_two_calls_is_multiplied_as_it_is() -> None:
-    model, original = pair(of=Changing)
+    model, original = pair(base=Changing)
     torch.testing.assert_close(model(X.npu()).cpu(), original(X.clone()), rtol=1e-4, atol=1e-5)
 
 

@@ -123,7 +123,7 @@ def logged(name: str, trainer: type, model: PreTrainedModel, folder: Path) -> li
     return [[step[key] for key in ("loss", "grad_norm", "entropy") if key in step] for step in steps]
 
 
-def calls_of(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[int]:
+def record_calls(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[int]:
     """Count the calls of functions of the kernel."""
     kernel, calls = get_local_kernel(ROOT / "CrossEntropy"), []
     for name in names:
@@ -142,7 +142,7 @@ def test_steps_of_trl_are_those_without_the_kernel(name: str, model, tmp_path: P
     expected = [pytest.approx(step, rel=TOLERANCE) for step in logged(name, trainer, model, tmp_path)]
     ours = kernels_ext_npu.kernelize(model)
     assert logged(name, trainer, ours, tmp_path) == expected
-    calls = calls_of(monkeypatch, "linear_log_probs", "linear_log_probs_and_entropy")
+    calls = record_calls(monkeypatch, "linear_log_probs", "linear_log_probs_and_entropy")
     monkeypatch.setattr(utils, "_ChunkedLogProbFunction", utils._ChunkedLogProbFunction)
     exec(RECIPES.code("Log probabilities without logits", before="bfloat16"), {})
     assert logged(name, trainer, ours, tmp_path) == expected
@@ -159,7 +159,7 @@ def test_steps_with_the_recipe_of_distillation_are_those_without(name: str, mode
     kernels_ext_npu.unregister()
     plain = {"Distillation": trl.DistillationTrainer, "GKD": GKDTrainer}[name]
     expected = logged(name, plain, model, tmp_path)
-    calls = calls_of(monkeypatch, "linear_generalized_jsd")
+    calls = record_calls(monkeypatch, "linear_generalized_jsd")
     replaced = "ChunkedDivergenceFunction"
     monkeypatch.setattr(distillation_trainer, replaced, getattr(distillation_trainer, replaced))
     names: dict[str, Any] = {}

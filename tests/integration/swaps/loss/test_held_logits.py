@@ -81,7 +81,7 @@ def hooked_and_let_go(outputs: Any) -> Tensor:
     return seen[0]
 
 
-def of_a_view(outputs: Any) -> Tensor:
+def through_a_view(outputs: Any) -> Tensor:
     """A tensor that somebody made of the logits, which are changed through it."""
     rows = outputs.logits.view(-1, outputs.logits.shape[-1])
     with torch.no_grad():
@@ -103,7 +103,7 @@ def derived_by_weights(outputs: Any) -> Tensor:
     return found
 
 
-ASKS = [retained, hooked_and_let_go, of_a_view, hooked_and_changed_in_place, derived_by_weights]
+ASKS = [retained, hooked_and_let_go, through_a_view, hooked_and_changed_in_place, derived_by_weights]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "granite", "cohere", "gptj"])

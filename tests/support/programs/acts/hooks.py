@@ -90,7 +90,7 @@ def remove_hooks(side: Side, choice: Random) -> None:
 FUSED = (nn.Linear, nn.SiLU, SiLUActivation)
 
 
-def of_fused(module: nn.Module, args: Any, output: Any) -> Any:
+def fused_hook(module: nn.Module, args: Any, output: Any) -> Any:
     """Scale what products and activations give, and nothing else."""
     return output * 1.0625 if isinstance(module, FUSED) else None
 
@@ -111,7 +111,7 @@ def _hook_all(register: Any, hook: Any) -> Callable[[Side, Random], None]:
 
 
 acts(
-    hook_all_modules=_hook_all(of_all.register_module_forward_hook, of_fused),
+    hook_all_modules=_hook_all(of_all.register_module_forward_hook, fused_hook),
     hook_before_all_modules=_hook_all(of_all.register_module_forward_pre_hook, before_fused),
     hook_the_gradients_of_all_modules=_hook_all(of_all.register_module_full_backward_hook, gradient_of_fused),
 )

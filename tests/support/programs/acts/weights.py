@@ -23,7 +23,7 @@ def _to_one(change: Callable[[nn.Parameter], object]) -> Callable[[Side, Random]
     return run
 
 
-def _of_data(make: Callable[[Tensor], Tensor]) -> Callable[[Side, Random], None]:
+def _set_data(make: Callable[[Tensor], Tensor]) -> Callable[[Side, Random], None]:
     """Give a parameter that is chosen other data."""
     return _to_one(lambda parameter: setattr(parameter, "data", make(parameter.data)))
 
@@ -39,10 +39,10 @@ acts(
     unfreeze=lambda side, choice: side.model.requires_grad_(True),
     freeze_a_parameter=_to_one(lambda parameter: parameter.requires_grad_(False)),
     swap_tensors=_to_one(lambda parameter: torch.utils.swap_tensors(parameter, _scaled(parameter, 0.875))),
-    replace_data=_of_data(lambda data: data * 0.75),
-    replace_data_by_a_transposed_view=_of_data(lambda d: d.t().contiguous().t() if d.dim() == 2 else d.clone()),
+    replace_data=_set_data(lambda data: data * 0.75),
+    replace_data_by_a_transposed_view=_set_data(lambda d: d.t().contiguous().t() if d.dim() == 2 else d.clone()),
     # a view of something larger, as loaders of whole files make them
-    replace_data_by_a_slice=_of_data(lambda data: torch.cat((data[:1], data, data[:1]))[1:-1]),
+    replace_data_by_a_slice=_set_data(lambda data: torch.cat((data[:1], data, data[:1]))[1:-1]),
 )
 
 

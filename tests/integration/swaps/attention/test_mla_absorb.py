@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 import kernels_ext_npu
 import softnpu
-from kernels_ext_npu.swaps.attention import latents
+from kernels_ext_npu.swaps.attention import mla_absorb
 from tests.support.counted import counted
 from tests.support.decoding_steps import KEYS, assert_same_steps, steps
 from tests.support.nearness import assert_near
@@ -102,12 +102,12 @@ def test_a_step_reads_latents_as_the_cache_holds_them(name: str) -> None:
     The attention of the model itself, in bfloat16 on the CPU, rounds as often, and expands them.
     """
     model, ours = made(name, kv_lora_rank=512, qk_rope_head_dim=64)
-    of_models = (model.double(), ours.bfloat16(), copy.deepcopy(model).bfloat16())
-    for each in of_models:
+    model_outputs = (model.double(), ours.bfloat16(), copy.deepcopy(model).bfloat16())
+    for each in model_outputs:
         each.load_state_dict({key: weight.bfloat16() for key, weight in model.state_dict().items()})
     x = torch.randn(2, 600, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
     found = []
-    for each in of_models:
+    for each in model_outputs:
         tokens, places = x.to(each.device, each.dtype), torch.arange(600, device=each.device).unsqueeze(0)
         tables, cache = each.model.rotary_emb(tokens, places), DynamicCache(config=each.config)
         with torch.no_grad():
@@ -134,5 +134,5 @@ def test_every_class_that_expands_latents_is_known() -> None:
     classes = [cls for module in modules for cls in vars(module).values() if isinstance(cls, type)]
     expanding = {cls.__name__: cls for cls in classes if "expand_kv" in vars(cls)}
     assert len(expanding) == 18
-    assert all(latents.in_place_of(cls, cls.expand_kv) is not None for cls in expanding.values())
+    assert all(mla_absorb.replacement_for(cls, cls.expand_kv) is not None for cls in expanding.values())
     assert all("self.expand_kv(" in inspect.getsource(cls.forward) for cls in expanding.values())

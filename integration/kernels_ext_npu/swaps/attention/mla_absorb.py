@@ -1,8 +1,8 @@
-"""Latent attention (MLA) of few queries: on the latents that a cache holds, in place of the keys that are made of them.
+"""Weight absorption of multi-head latent attention (MLA): few queries attend to the latents in the cache directly.
 
-Models multiply the whole cache with `kv_b_proj` for each token. Here keys and values are tensors without memory until
-attention has its queries: of few, `kv_b_proj` goes to the queries and to the result, and all heads attend to the
-latents as to one key. Whoever else looks at them gets what the model makes.
+Models expand the whole cache by `kv_b_proj` for each token. Here keys and values are tensors without memory until
+attention has its queries. If these are few, `kv_b_proj` is multiplied into the queries and the result instead, and all
+heads attend to the latents as to one key. Any other reader of these tensors gets the expanded keys and values.
 
 Latents are ``[B, 1, S_k, R]``, the part of keys that is rotated ``[B, 1, S_k, R_r]``, queries ``[B, N, S_q, D + R_r]``,
 the weight of `kv_b_proj` ``[N * (D + D_v), R]``.
@@ -22,29 +22,35 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from kernels_ext_npu.matching.fingerprint import computes_as
-from kernels_ext_npu.patterns.hooks import has_hooks
-from kernels_ext_npu.swaps.attention import indexers, serving
+from kernels_ext_npu.module_state import has_hooks
+from kernels_ext_npu.swaps.attention import eligibility, indexers
 from kernels_ext_npu.swaps.attention.head_products import HeadProducts
 from kernels_ext_npu.swaps.linear.plain_linear import why_not_plain
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.transformers_internals import cells
 
-_OF_STYLES = "transformers.distributed.tensor_parallel", "TensorParallelLayer.install_forward.<locals>.tp_forward"
-_GATHERED = 4
-_AT_A_TIME = 1024  # queries whose keys are chosen
-_NOT_OF_LATENTS = ("cache", "cu_seq_lens_q", "output_attentions", "position_bias", "softcap")  # keys are looked at
+_TP_FORWARD = "transformers.distributed.tensor_parallel", "TensorParallelLayer.install_forward.<locals>.tp_forward"
+_GATHERED = 4  # how many times a product counts whose keys are gathered first
+_AT_A_TIME = 1024  # queries with keys of their own that are computed at once
+_NEEDS_EXPANDED_KEYS = (
+    "cache",
+    "cu_seq_lens_q",
+    "output_attentions",
+    "position_bias",
+    "softcap",
+)  # options of attention
 
 
 @functools.cache
-def in_place_of(cls: type, method: FunctionType) -> Callable | None:
-    """Return what is called in place of a method that expands latents as transformers does; None of any other."""
+def replacement_for(cls: type, method: FunctionType) -> Callable | None:
+    """Return the replacement for a method that expands latents as DeepSeek's does; None for any other method."""
     return _expand if computes_as(method, _as_in_deepseek) else None
 
 
 class Unexpanded(Tensor):
-    """Keys or values that are expanded when somebody looks at them."""
+    """Keys or values of MLA that are expanded when somebody reads them."""
 
-    latents: Latents  # what they are made of
+    latents: Latents  # what they are expanded from
     place: int  # 0 for keys, 1 for values
 
     @classmethod
@@ -66,19 +72,19 @@ _SHOW |= {Tensor.size, Tensor.dim, Tensor.is_floating_point}
 
 @dataclass
 class Latents:
-    """What keys and values are made of, and those once they are made."""
+    """Holds what keys and values are expanded from, and the expanded ones once somebody has read them."""
 
     module: Any
     nope: Tensor
     rope: Tensor
-    weight: Tensor  # of `kv_b_proj`; a DTensor where a rank has the rows of its heads
+    weight: Tensor  # that of `kv_b_proj`; a DTensor under tensor parallelism, with the rows of this rank's heads
     original: Callable
     has_gradient: bool
-    dtype: torch.dtype  # of keys and values: that of autocast, or of what is cached
+    dtype: torch.dtype  # the dtype of keys and values: that of autocast, or of the cache
 
     @functools.cached_property
     def made(self) -> tuple[Tensor, Tensor]:
-        """Make keys and values as the model does, also where somebody looks at them without gradients."""
+        """Keys and values, expanded as the model does; with gradients also if they are first read under no_grad."""
         with torch.set_grad_enabled(self.has_gradient):
             return self.original(self.module, self.nope, self.rope)
 
@@ -94,7 +100,7 @@ class Latents:
             return nope, rope, weight.unflatten(0, (-1, self.module.qk_nope_head_dim + self.module.v_head_dim))
 
     def is_cheaper(self, queries: int) -> bool:
-        """Tell whether few enough products are left where keys are not expanded.
+        """Tell whether absorbing takes fewer products than expanding the keys.
 
         Per head, a key is R * (D + D_v) products to expand, and as many is a query to absorb; a query and a key then
         are 2 * R products on latents, where they are D + D_v.
@@ -102,8 +108,8 @@ class Latents:
         size, rank, keys = self.module.qk_nope_head_dim + self.module.v_head_dim, *self.nope.shape[:1:-1]
         return queries * (rank * size + keys * (2 * rank - size)) < keys * rank * size
 
-    def is_cheaper_of_chosen(self, queries: int, count: int, gathered: bool) -> bool:
-        """Tell whether few enough products are left where each query has so many keys of its own, on latents.
+    def is_cheaper_for_chosen(self, queries: int, count: int, gathered: bool) -> bool:
+        """Tell whether absorbing takes fewer products where each query attends to ``count`` keys of its own.
 
         Where keys are gathered for them, each product counts `_GATHERED` times: every key is read, written and read
         twice for one query.
@@ -114,19 +120,20 @@ class Latents:
         return count < keys and chosen < keys * rank * size + queries * keys * (size + rope)
 
     def attend(self, attend: Callable[..., Tensor], query: Tensor) -> Tensor:
-        """Return ``[B, S_q, N, D_v]`` of what attends to latents as one key head, ``[B, S_q, N, R]``.
+        """Attend to latents as to one key head, and return ``[B, S_q, N, D_v]``.
 
-        It is called with queries of latents, latents as keys and as values, and the rotated parts of both.
+        ``attend`` takes absorbed queries, the latents as keys and as values, and the rotated parts of both; it returns
+        ``[B, S_q, N, R]``.
         """
         nope, rope, weight = self.cast
         by_head = HeadProducts(weight, self.module.qk_nope_head_dim, query)
         absorbed, rotated = self._absorbed(query, by_head)
-        return _values_of(attend(absorbed, nope, nope, (rotated, rope)), by_head)
+        return _expand_values(attend(absorbed, nope, nope, (rotated, rope)), by_head)
 
     def attend_chosen(
         self, attend: Callable[..., Tensor], query: Tensor, mask: Any, indices: Tensor, *options: Any
     ) -> Tensor:
-        """Return the same of what attends to chosen keys, for some queries at a time: absorbed they are larger."""
+        """Attend to chosen keys, some queries at a time, since absorbed queries are larger; return as `attend` does."""
         parts, (latents, rope), weight = [], (tensor[:, 0] for tensor in self.cast[:2]), self.cast[2]
         for begin in range(0, query.shape[2], _AT_A_TIME):
             end = min(begin + _AT_A_TIME, query.shape[2])
@@ -136,40 +143,40 @@ class Latents:
             part = query[:, :, begin:end]
             by_head = HeadProducts(weight, self.module.qk_nope_head_dim, part)
             few = torch.cat(self._absorbed(part, by_head), dim=-1).transpose(1, 2)
-            parts.append(_values_of(attend(few, latents, rope, indices[:, begin:end], rows, *options), by_head))
+            parts.append(_expand_values(attend(few, latents, rope, indices[:, begin:end], rows, *options), by_head))
         return torch.cat(parts, dim=1)
 
     def _absorbed(self, query: Tensor, by_head: HeadProducts) -> tuple[Tensor, Tensor]:
-        """Return queries of latents, ``[B, N, S_q, R]``, and the part that is rotated, ``[B, N, S_q, R_r]``."""
+        """Return the absorbed queries, ``[B, N, S_q, R]``, and their rotated part, ``[B, N, S_q, R_r]``."""
         split, query = self.module.qk_nope_head_dim, query.to(self.dtype)
         absorbed = by_head.absorb(query[..., :split].transpose(0, 1).flatten(1, 2))
         return absorbed.unflatten(1, (len(query), -1)).transpose(0, 1), query[..., split:]
 
 
-def _values_of(result: Tensor, by_head: HeadProducts) -> Tensor:
-    """Return ``[B, S_q, N, D_v]`` of sums of latents, ``[B, S_q, N, R]``."""
+def _expand_values(result: Tensor, by_head: HeadProducts) -> Tensor:
+    """Expand sums of latents, ``[B, S_q, N, R]``, to sums of values, ``[B, S_q, N, D_v]``."""
     values = by_head.expand_values(result.permute(2, 0, 1, 3).flatten(1, 2))
     return values.unflatten(1, (len(result), -1)).permute(1, 2, 0, 3).contiguous()
 
 
 def expanded(tensor: Tensor) -> Tensor:
-    """Return keys or values that are there, of such that need not be."""
+    """Return the expanded keys or values; any other tensor as it is."""
     return tensor.latents.made[tensor.place] if type(tensor) is Unexpanded else tensor
 
 
-def of_few_queries(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Latents | None:
-    """Return the latents of keys and values where attention is computed on them; None where it is not."""
-    latents = _of_both(key, value, options)
+def latents_for_few_queries(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Latents | None:
+    """Return the latents to absorb into for few queries; None where keys are to be expanded."""
+    latents = _absorbable(key, value, options)
     if latents is None or latents.has_gradient or not latents.is_cheaper(query.shape[2]):
         return None
     return latents
 
 
-def of_chosen_keys(
+def latents_for_chosen_keys(
     query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any], read_in_place: Callable[..., bool]
 ) -> Latents | None:
-    """Return the latents of keys and values where attention is to chosen ones of them; None where it is not."""
-    latents, indices = _of_both(key, value, options), options.get("indices")
+    """Return the latents to absorb into where queries attend to chosen keys; None where keys are to be expanded."""
+    latents, indices = _absorbable(key, value, options), options.get("indices")
     if latents is None or indices is None or mask is None or options.get("dropout"):
         return None
     is_plain = not isinstance(mask, Tensor) or (mask.dim() == 4 and mask.shape[1] == 1 and not mask.requires_grad)
@@ -177,15 +184,15 @@ def of_chosen_keys(
     if in_place:
         nope, rope, _ = latents.cast
         in_place = read_in_place(query.to(latents.dtype).transpose(1, 2), nope[:, 0], rope[:, 0])
-    is_cheaper = latents.is_cheaper_of_chosen(query.shape[2], indices.shape[-1], not in_place)
+    is_cheaper = latents.is_cheaper_for_chosen(query.shape[2], indices.shape[-1], not in_place)
     return latents if is_plain and is_cheaper else None
 
 
-def _of_both(key: Tensor, value: Tensor, options: dict[str, Any]) -> Latents | None:
-    """Return the latents of keys and values that nobody asks for what only expanded ones give."""
+def _absorbable(key: Tensor, value: Tensor, options: dict[str, Any]) -> Latents | None:
+    """Return the latents of keys and values; None if they have none, or an option needs expanded keys."""
     if type(key) is not Unexpanded or type(value) is not Unexpanded or key.latents is not value.latents:
         return None
-    asked = [name for name in _NOT_OF_LATENTS if options.get(name) is not None and options[name] is not False]
+    asked = [name for name in _NEEDS_EXPANDED_KEYS if options.get(name) is not None and options[name] is not False]
     is_scaled = options.get("scaling") is not None  # by default the scale is that of expanded keys
     return key.latents if is_scaled and not asked else None
 
@@ -193,7 +200,7 @@ def _of_both(key: Tensor, value: Tensor, options: dict[str, Any]) -> Latents | N
 def _expand(original: Callable, self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
         return original(self, kv_nope, k_rot)
-    weight, device = _weight_of(self.kv_b_proj), kv_nope.device.type
+    weight, device = _plain_weight(self.kv_b_proj), kv_nope.device.type
     size = self.qk_nope_head_dim + self.v_head_dim
     has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (weight, kv_nope, k_rot) if t is not None)
     is_cast = torch.is_autocast_enabled(device)
@@ -202,8 +209,8 @@ def _expand(original: Callable, self: Any, kv_nope: Tensor, k_rot: Tensor) -> tu
         or (rows := len(weight.to_local() if isinstance(weight, DTensor) else weight)) % size
         or not (is_cast or weight.dtype == kv_nope.dtype == k_rot.dtype)
         or (has_gradient and not indexers.hands_on(self))
-        or not (NPU_FLASH_ATTENTION.is_named_by(self.config) or serving.stands_for(self.config))
-        or serving.refusal(self, device, kv_nope.dtype, None) is not None
+        or not (NPU_FLASH_ATTENTION.is_named_by(self.config) or eligibility.serves_config(self.config))
+        or eligibility.refusal(self, device, kv_nope.dtype, None) is not None
     ):
         return original(self, kv_nope, k_rot)
     dtype = torch.get_autocast_dtype(device) if is_cast else kv_nope.dtype
@@ -212,8 +219,8 @@ def _expand(original: Callable, self: Any, kv_nope: Tensor, k_rot: Tensor) -> tu
     return _unexpanded(latents, rows // size, 0, sizes[0]), _unexpanded(latents, rows // size, 1, sizes[1])
 
 
-def _weight_of(layer: Any) -> Tensor | None:
-    """Return the weight of which a call of a layer is the product alone; None where it is more than that.
+def _plain_weight(layer: Any) -> Tensor | None:
+    """Return the weight of a layer whose call is one product and nothing else; None of any other layer.
 
     A rank of transformers' tensor parallelism has the rows of its heads, of a DTensor.
     """
@@ -223,12 +230,12 @@ def _weight_of(layer: Any) -> Tensor | None:
         return layer.weight
     weight, forward = layer._parameters.get("weight"), vars(layer).get("forward")
     is_rank = isinstance(weight, DTensor) and weight.placements == (Shard(0),) and type(layer) is torch.nn.Linear
-    return weight if is_rank and not has_hooks(layer) and _is_of_columns(forward) else None
+    return weight if is_rank and not has_hooks(layer) and _is_colwise_parallel(forward) else None
 
 
-def _is_of_columns(forward: Any) -> bool:
+def _is_colwise_parallel(forward: Any) -> bool:
     """Tell whether the forward of an instance is what ColwiseParallel of transformers puts around that of its class."""
-    if (getattr(forward, "__module__", None), getattr(forward, "__qualname__", None)) != _OF_STYLES:
+    if (getattr(forward, "__module__", None), getattr(forward, "__qualname__", None)) != _TP_FORWARD:
         return False
     held: dict[str, Any] = cells(forward)
     style, inside = held["self"], held["original_forward"]

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels_ext_npu.binding.forward_binding import layer_of
+from kernels_ext_npu.binding.forward_binding import bound_layer
 from kernels_ext_npu.swaps.attention import context_parallel
-from kernels_ext_npu.swaps.attention.shared_sequences import Exchange, Gather, Range, Split
+from kernels_ext_npu.swaps.attention.cp_collectives import Exchange, Gather, Range, Split
 
 _BY_HEADS = ("query", "key", "value", "g", "beta")  # each [B, tokens, heads] or [B, tokens, heads, D]
 _NOT_SPLIT = ("initial_state", "output_final_state", "cu_seqlens", "cu_seq_lens_q", "seq_idx")
 
 
 def serves(function: nn.Module) -> bool:
-    """Tell whether a function gets whole sequences by `compute`, or is for single tokens behind a state."""
-    return layer_of(function) in (*_WAYS, "CausalConv1dUpdate", "FusedRecurrentGatedDeltaRule", "FusedRecurrentKDA")
+    """Tell whether `compute` can give a function whole sequences, or it decodes single tokens from a state."""
+    return bound_layer(function) in (*_WAYS, "CausalConv1dUpdate", "FusedRecurrentGatedDeltaRule", "FusedRecurrentKDA")
 
 
 def compute(original: Callable, function: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -34,7 +34,7 @@ def compute(original: Callable, function: nn.Module, *args: Any, **kwargs: Any) 
     Raises:
         ValueError: the devices cannot share what it is called with; the message says what to do.
     """
-    way = _WAYS.get(layer_of(function))
+    way = _WAYS.get(bound_layer(function))
     if way is None:
         return original(function, *args, **kwargs)
     call = inspect.signature(function.forward).bind(*args, **kwargs)
@@ -42,7 +42,7 @@ def compute(original: Callable, function: nn.Module, *args: Any, **kwargs: Any) 
     named = given | given.get("kwargs", {})
     if whole := [name for name in _NOT_SPLIT if named.get(name) is not None and named[name] is not False]:
         raise ValueError(
-            f"{layer_of(function)}: torch's context_parallel splits sequences between devices, but no states and no "
+            f"{bound_layer(function)}: torch's context_parallel splits sequences between devices, but no states and no "
             f"packed sequences ({', '.join(whole)}): give the model use_cache=False, and one sequence a row"
         )
     return way(lambda: original(function, *call.args, **call.kwargs), given, context_parallel.current())

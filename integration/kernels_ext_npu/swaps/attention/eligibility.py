@@ -1,4 +1,4 @@
-"""Which attention the kernel serves: what classes, modules and configs tell of it."""
+"""Which attention the kernel computes, decided from classes, modules and configs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 Answer = TypeVar("Answer")
 
-PLAIN = "_kernels_ext_npu_plain_attention"  # an attribute of modules that restore() was called for
-# What a config names has one more thing to say, which no equality, file or reader of configs sees: which object it is.
-# A copy of a config has the same one, a pickle has a usual one. That of BY_DEFAULT is transformers' own choice, that of
-# ASKED is somebody's, and a model whose config has one of RESTORED makes its masks as transformers does.
+KERNEL_DISABLED = "_kernels_ext_npu_plain_attention"  # an attribute that restore() sets on modules
+# Who chose the name in a config is told by the identity of the string, since equality, saved files and other readers of
+# configs must see no difference. ``name is BY_DEFAULT``: transformers chose it. ``name is ASKED``: the user named it.
+# ``name is RESTORED[name]``: restore() was called, and the model makes its masks as transformers does. Copies of a
+# config keep the string; a pickle holds an ordinary one.
 EAGER = "eager"
 BY_DEFAULT, ASKED = ("".join(EAGER) for _ in range(2))
 RESTORED = {name: "".join(name) for name in (EAGER, "sdpa")}
@@ -33,8 +34,8 @@ CAPPED = Reason("no operator", "no operator: scores are capped, which none of to
 IN_FLOAT64 = Reason("device limit", "device limit: it is in float64")
 
 
-def _asked_once(question: Callable[[type], Answer]) -> Callable[[type], Answer]:
-    """Answer a question about a class once; graphs take the answer as it is."""
+def _cached_by_class(question: Callable[[type], Answer]) -> Callable[[type], Answer]:
+    """Cache a function of a class; torch.compile takes its result as a constant."""
     known = functools.cache(question)
 
     @torch.compiler.assume_constant_result
@@ -45,28 +46,28 @@ def _asked_once(question: Callable[[type], Answer]) -> Callable[[type], Answer]:
     return answer
 
 
-class_refusal = _asked_once(classification.attention_refusal)
+class_refusal = _cached_by_class(classification.attention_refusal)
 
 
-@_asked_once
+@_cached_by_class
 def is_eager_by_default(cls: type) -> bool:
-    """Tell whether transformers gives models with a config of a class their own formula where nobody names another."""
+    """Tell whether transformers chooses ``eager`` by default for models with this class of config."""
     models = _models_with(cls)
     return bool(models) and not any(model._supports_sdpa for model in models)
 
 
-@_asked_once
-def has_served(cls: type) -> bool:
-    """Tell whether models with a config of a class have attention that is served."""
+@_cached_by_class
+def has_served_attention(cls: type) -> bool:
+    """Tell whether the kernel can compute the attention of any class in models with this class of config."""
     return None in map(class_refusal, _attending(cls))
 
 
-@_asked_once
-def is_added_elsewhere(cls: type) -> bool:
-    """Tell whether the mask of a model with a config of a class is for others, too, which compute by themselves.
+@_cached_by_class
+def needs_mask_tensor(cls: type) -> bool:
+    """Tell whether another attention class of a model reads the model's mask itself, and so needs a tensor.
 
-    They do in models like Git, and get the mask that they would have. What is in the same file, and belongs to models
-    with another config, as the audio encoders of Gemma 3n and 4, gets other masks.
+    Git is such a model. Classes in the same file that belong to models with another config, such as the audio encoders
+    of Gemma 3n and 4, do not count: they get other masks.
     """
     parts = chain.from_iterable(map(_parts, _models_with(cls)))
     return any(map(classification.attends_by_itself, parts))
@@ -79,78 +80,78 @@ def calls_by_name(module: nn.Module) -> bool:
 
 
 def limit(module: nn.Module, dtype: torch.dtype, softcap: Any) -> Reason | None:
-    """Return why no operator computes the attention of a module with such tensors; None where one does."""
+    """Return why no operator computes the attention of a module with this dtype and softcap; None if one does."""
     if dtype is torch.float64:
         return IN_FLOAT64
     return CAPPED if softcap else class_refusal(type(module))
 
 
 def refusal(module: nn.Module, device: str | None, dtype: torch.dtype, softcap: Any) -> Reason | None:
-    """Return why the kernel does not stand in where a module attends with such tensors; None where it does."""
-    if PLAIN in module.__dict__:
+    """Return why the kernel does not compute the attention of a module here; None where it does."""
+    if KERNEL_DISABLED in module.__dict__:
         return refusals.NOT_ASKED_FOR
     return limit(module, dtype, softcap) or (None if device in ("npu", None) else ELSEWHERE)
 
 
-def stands_for(config: PreTrainedConfig) -> bool:
-    """Tell whether the kernel stands for what a config names: for ``eager`` where transformers has nothing better."""
+def serves_config(config: PreTrainedConfig) -> bool:
+    """Tell whether the kernel takes the place of what a config names: ``sdpa``, or ``eager`` as in `serves_eager`."""
     is_registered = NPU_FLASH_ATTENTION.is_registered()
-    return is_registered and (config._attn_implementation == "sdpa" or stands_for_eager(config))
+    return is_registered and (config._attn_implementation == "sdpa" or serves_eager(config))
 
 
-def stands_for_eager(config: PreTrainedConfig) -> bool:
-    """Tell whether the kernel stands for a model's own formula, which transformers chose for want of a better one."""
+def serves_eager(config: PreTrainedConfig) -> bool:
+    """Tell whether the kernel takes the place of ``eager``, which transformers chose for a model without sdpa."""
     name = config._attn_implementation
     return name == EAGER and name is not ASKED and is_eager_by_default(type(config))
 
 
 def note_restored(config: PreTrainedConfig) -> None:
-    """Let the models with a config make their masks as transformers does."""
+    """Note in a config that restore() was called: its models make their masks as transformers does."""
     name = config._attn_implementation
     if name is not ASKED and name in RESTORED:
         config._attn_implementation_internal = RESTORED[name]
 
 
 def forget_restored(config: PreTrainedConfig) -> None:
-    """Let the masks of models with a config be described again."""
+    """Take back what `note_restored` noted: masks are described for the kernel again."""
     name = config._attn_implementation
     if name in RESTORED and name is RESTORED[name]:
         config._attn_implementation_internal = BY_DEFAULT if name == EAGER else "sdpa"
 
 
-def is_ours(config: Any) -> bool:
-    """Tell whether the kernel computes what a config names: by its name, or where it stands for another."""
-    return NPU_FLASH_ATTENTION.is_named_by(config) or (stands_for(config) and stranger(config) is None)
+def uses_kernel(config: Any) -> bool:
+    """Tell whether the kernel computes the attention that a config names: under its own name, or for sdpa or eager."""
+    return NPU_FLASH_ATTENTION.is_named_by(config) or (serves_config(config) and foreign_sdpa(config) is None)
 
 
-def describes_masks(config: Any) -> bool:
-    """Tell whether the masks of models with a config are described: they only hand them on, to what is served."""
-    if not isinstance(config, PreTrainedConfig) or not stands_for(config):
+def takes_mask_description(config: Any) -> bool:
+    """Tell whether models with this config may receive a description in place of a mask tensor."""
+    if not isinstance(config, PreTrainedConfig) or not serves_config(config):
         return False
     name = config._attn_implementation
     if name is RESTORED.get(name):
         return False
-    return has_served(type(config)) and not is_added_elsewhere(type(config))
+    return has_served_attention(type(config)) and not needs_mask_tensor(type(config))
 
 
-def stranger(config: PreTrainedConfig) -> str | None:
-    """Return what somebody has put into our place where a config names ``sdpa``, which may call ours; else None."""
+def foreign_sdpa(config: PreTrainedConfig) -> str | None:
+    """Return the name of a function of another library that is registered as ``sdpa``; None if there is none."""
     function: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    function = getattr(function, "func", function)  # of a partial, as ours is
+    function = getattr(function, "func", function)  # ours is a functools.partial
     if config._attn_implementation != "sdpa" or function.__module__.startswith(f"{__package__}."):
         return None
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def _attending(cls: type) -> list[type[nn.Module]]:
-    """Return the classes that attend in the files of the models with a config of a class."""
+    """Return the attention classes in the modeling files of models with this class of config."""
     files = {model.__module__ for model in _models_with(cls)}
     classes = [value for file in files for value in vars(sys.modules[file]).values() if isinstance(value, type)]
     return [value for value in classes if issubclass(value, nn.Module) and classification.attends(value)]
 
 
 def _parts(cls: type[nn.Module]) -> frozenset[type[nn.Module]]:
-    """Return a class with those that its methods name, and what these name: of what a model may be made."""
+    """Return a class and all module classes that its methods name, directly or through each other."""
     found, waiting = {cls}, [cls]
     for each in waiting:  # grows while it runs
         for named in _named_in(each) - found:
@@ -160,14 +161,16 @@ def _parts(cls: type[nn.Module]) -> frozenset[type[nn.Module]]:
 
 
 def _named_in(cls: type[nn.Module]) -> set[type[nn.Module]]:
-    """Return the modules that the methods of a class, and of those that it inherits from, name, also in tables.
+    """Return the module classes that the methods of a class and of its bases name, also in dictionaries.
 
-    What sets the weights of a model names those of the whole file.
+    ``_init_weights`` is left out: it names every class of the file.
     """
     bases = [base for base in cls.__mro__ if base is not PreTrainedModel and not base.__module__.startswith("torch.")]
     own = [(name, value) for base in bases for name, value in vars(base).items() if name != "_init_weights"]
     functions = [value for _, value in own if inspect.isfunction(value) and not value.__module__.startswith("torch.")]
-    values = [function.__globals__.get(name) for function in functions for name in classification.names(function)]
+    values = [
+        function.__globals__.get(name) for function in functions for name in classification.referenced_names(function)
+    ]
     tables = [list(value.values()) for value in values if isinstance(value, dict)]
     return {value for value in (*values, *chain.from_iterable(tables)) if _is_module_class(value)}
 
@@ -177,7 +180,7 @@ def _is_module_class(value: Any) -> bool:
 
 
 def _models_with(cls: type) -> list[type[PreTrainedModel]]:
-    """Return the classes of models that have a config of a class, or of the next one that it inherits from."""
+    """Return the model classes whose ``config_class`` is this class, or else its nearest base that has any."""
     known = _all_models(PreTrainedModel)
     found = ([model for model in known if model.config_class is base] for base in cls.__mro__[:-1])
     return next((models for models in found if models), [])

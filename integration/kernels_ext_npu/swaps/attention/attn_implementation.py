@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.distribution import sources
-from kernels_ext_npu.swaps.attention import serving
-from kernels_ext_npu.swaps.attention.serving import calls_by_name, is_added_elsewhere
+from kernels_ext_npu.swaps.attention import eligibility
+from kernels_ext_npu.swaps.attention.eligibility import calls_by_name, needs_mask_tensor
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 NAME = NPU_FLASH_ATTENTION.name
@@ -42,7 +42,7 @@ def answer_import(original: Callable, implementation: str | None, *args: Any, **
 
 
 def take_out(model: nn.Module) -> None:
-    """Let the configs of a model that name ours name what they did before, or what transformers gives by itself."""
+    """Put back what the configs of a model named before ours, or else transformers' default."""
     for inner in reversed([module for module in model.modules() if isinstance(module, PreTrainedModel)]):
         NPU_FLASH_ATTENTION.take_out(inner.config, inner.get_correct_attn_implementation(None))
     for module in model.modules():
@@ -62,14 +62,14 @@ def check_and_adjust(
     name = canonical_name(requested)
     if name not in NPU_FLASH_ATTENTION.names:
         found = original(self, requested, *args, **kwargs)
-        if found != serving.EAGER:
+        if found != eligibility.EAGER:
             return found
-        # a model inside another one is asked for what was found for that
-        kept = (serving.BY_DEFAULT, serving.RESTORED[serving.EAGER])
+        # the outer model passes what it has found to the models inside it
+        kept = (eligibility.BY_DEFAULT, eligibility.RESTORED[eligibility.EAGER])
         by_default = requested is None or any(requested is each for each in kept)
-        return serving.BY_DEFAULT if by_default else serving.ASKED
+        return eligibility.BY_DEFAULT if by_default else eligibility.ASKED
     default = original(self, None, *args, **kwargs)
-    if not self._can_set_attn_implementation() or is_added_elsewhere(type(self.config)):
+    if not self._can_set_attn_implementation() or needs_mask_tensor(type(self.config)):
         warnings.warn(
             f"{NAME}: {type(self).__name__} does not call its attention by name, and keeps {default}", stacklevel=4
         )
@@ -90,12 +90,16 @@ def set_implementation(
     try:
         original(self, canonical_name(requested), *args, **kwargs)
         top = requested.get("", None) if isinstance(requested, dict) else requested
-        if top == serving.EAGER:  # transformers leaves alone what names it already
-            self.config._attn_implementation_internal = serving.ASKED
+        if top == eligibility.EAGER:  # transformers leaves alone what names it already
+            self.config._attn_implementation_internal = eligibility.ASKED
         for config, implementation in before.values():
             named = config._attn_implementation
-            if named == serving.EAGER and named is not implementation and serving.EAGER in _all_names(requested):
-                config._attn_implementation_internal = serving.ASKED
+            if (
+                named == eligibility.EAGER
+                and named is not implementation
+                and eligibility.EAGER in _all_names(requested)
+            ):
+                config._attn_implementation_internal = eligibility.ASKED
     finally:
         for config, implementation in before.values():
             if NPU_FLASH_ATTENTION.is_named_by(config) and implementation not in NPU_FLASH_ATTENTION.names:
@@ -120,10 +124,10 @@ def _tree(config: Any) -> Iterator[PreTrainedConfig]:
 
 
 def _enter_into_tables(cls: type, default: str) -> None:
-    """Let the files of models that choose classes by implementation choose for ours what they do for their default.
+    """Add our names to dictionaries of attention classes in a modeling file, with the class of their default.
 
     For example, ``SAM_VISION_ATTENTION_CLASSES[config._attn_implementation]`` in transformers' modeling_sam.py; such
-    classes call nothing by name.
+    classes do not look up ``ALL_ATTENTION_FUNCTIONS``.
     """
     assert registration.current is not None
     for name, table in vars(sys.modules[cls.__module__]).items():

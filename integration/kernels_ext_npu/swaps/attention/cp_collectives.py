@@ -24,7 +24,7 @@ class Split:
     """Says how the devices of a group share a sequence."""
 
     group: dist.ProcessGroup
-    rank: int  # of this device
+    rank: int  # the rank of this device
     ranks: int
     is_balanced: bool  # whether each has two blocks, one from the front and one from the end, in place of one
 
@@ -106,9 +106,9 @@ class Split:
     def _in_order(self, parts: Tensor) -> list[Tensor]:
         """Return the blocks of a sequence, of what the devices have of it: ``[ranks, B, tokens, ...]``."""
         blocks: dict[int, Tensor] = {}
-        for rank, of_rank in enumerate(parts):
+        for rank, part in enumerate(parts):
             owned = self.blocks(rank)
-            blocks.update(zip(owned, of_rank.chunk(len(owned), dim=1)))
+            blocks.update(zip(owned, part.chunk(len(owned), dim=1)))
         return [blocks[place] for place in sorted(blocks)]
 
     def _by_rank(self, whole: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from kernels_ext_npu.patterns.mlps.gated_mlps import (
     refuse_fused,
     refuse_gated,
 )
-from kernels_ext_npu.patterns.pattern import Pattern, alike, misread, where
-from kernels_ext_npu.patterns.variant import variant
+from kernels_ext_npu.patterns.pattern import Pattern, misread, patterns_for, require
+from kernels_ext_npu.patterns.reworded import reworded
 
 
 class T5GemmaMLP(MLP):
@@ -33,7 +33,7 @@ class LongT5DenseGatedActDense(MLP):
         return self.wo(hidden_states)
 
 
-T5DenseGatedActDense = variant(  # its last projection may stay in float32
+T5DenseGatedActDense = reworded(  # its last projection may stay in float32
     "T5DenseGatedActDense",
     LongT5DenseGatedActDense,
     {
@@ -83,7 +83,7 @@ class DeepseekV4MLP(MLP):
 
 # clamps what its activation gives: no operator does that, and it is served where the limit is none
 _CLAMPED_LATE = {"self.gate_proj(x)": "self.act_fn(self.gate_proj(x))", "self.act_fn(gate)": "gate"}
-Step3p7MLP = variant("Step3p7MLP", DeepseekV4MLP, _CLAMPED_LATE)
+Step3p7MLP = reworded("Step3p7MLP", DeepseekV4MLP, _CLAMPED_LATE)
 
 
 class Glm5NextMLP(MLP):
@@ -162,18 +162,18 @@ def _is_unclamped(module: Any) -> bool:
     return module.limit == float("inf")
 
 
-_UNCLAMPED = where(
+_UNCLAMPED = require(
     _is_unclamped,
     "it clamps what its activation gives (limit is {0.limit}), which no operator does",
     refuse_gated,
 )
 PATTERNS = (
-    *alike(("DropoutMLP",), T5GemmaMLP, LongT5DenseGatedActDense, T5DenseGatedActDense, limits=refuse_gated),
+    *patterns_for(("DropoutMLP",), T5GemmaMLP, LongT5DenseGatedActDense, T5DenseGatedActDense, limits=refuse_gated),
     Pattern(ModernBertMLP, ("FusedDropoutMLP",), refuse_fused),
     Pattern(SeedOssMLP, ("DroppedMLP",), refuse_gated),
     Pattern(InklingMLP, ("GloballyScaledMLP",), refuse_gated),
     Pattern(BitNetMLP, ("NormedMLP",), refuse_gated),
-    *alike(("ClampedSwiGLUMLP",), DeepseekV4MLP, Glm5NextMLP, limits=_refuse_limit),
+    *patterns_for(("ClampedSwiGLUMLP",), DeepseekV4MLP, Glm5NextMLP, limits=_refuse_limit),
     Pattern(Step3p7MLP, GATED, _UNCLAMPED, gated_layer, holds=_is_unclamped),
     Pattern(FalconH1MLP, ("ScaledSwiGLUMLP",), _refuse_multipliers),
     Pattern(MoshiGatingMLP, ("FusedMLPByLayer",), refuse_fused),

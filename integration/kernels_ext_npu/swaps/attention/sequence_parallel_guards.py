@@ -1,8 +1,8 @@
-"""Sequences that somebody has split between devices: who does, and what then has to be the whole sequence.
+"""Guards for sequence parallelism: where each device has a part of a sequence, what needs the whole one raises.
 
-Attention of a part sees that part only, unless keys or heads are exchanged around it. torch's context parallelism does
-so in the place of ``scaled_dot_product_attention``, frameworks do in entries of transformers' table, in whose place
-ours would compute without a word. Convolutions and recurrences would begin anew in every part.
+Attention of a part would see that part only, unless keys or heads are exchanged around it. torch's context parallelism
+exchanges keys in its replacement of ``scaled_dot_product_attention``; frameworks exchange heads in their entry of
+transformers' table, which the kernel would silently replace. Convolutions and recurrences would restart in every part.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels_ext_npu.binding import lazy_swap, registration
 from kernels_ext_npu.catalogue import LINEAR_ATTENTION, RECURRENCES
-from kernels_ext_npu.matching.function_scan import uses
+from kernels_ext_npu.matching.function_scan import called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.swaps.attention import split_recurrences
-from kernels_ext_npu.swaps.loss.lm_head_loss import forward_with_labels
+from kernels_ext_npu.swaps.attention import cp_recurrences
+from kernels_ext_npu.swaps.forward_with_labels import forward_with_labels
 
 _TORCH = "torch's context_parallel"
 
 
 @dataclass(frozen=True)
 class _Framework:
-    """One that splits sequences."""
+    """Describes a framework that splits sequences between devices."""
 
     name: str
-    module: str  # that knows into how many parts
-    parts: Callable[[ModuleType], int | None]  # reads that from the module
-    wraps: bool  # whether it gathers heads in entries of transformers' table, which ours may then be inside of
-    advice: str  # what to name, so that it gathers them
+    module: str  # its module that knows the number of devices a sequence is split between
+    parts: Callable[[ModuleType], int | None]  # reads that number from the module
+    wraps: bool  # whether its entry of transformers' table gathers heads around an attention that it calls
+    advice: str  # what to configure, so that it does
 
 
 def _ulysses(module: ModuleType) -> int:
@@ -88,8 +88,8 @@ def are_split() -> bool:
     return exchanges_keys() or _framework() is not None
 
 
-def refuse_part(module: nn.Module, name: str, is_served: bool = True) -> None:
-    """Raise if a module that attends to what stands before a token gets a part of each sequence, without the others.
+def refuse_partial_sequence(module: nn.Module, name: str, is_served: bool = True) -> None:
+    """Raise if causal attention would see a part of each sequence only, with no exchange of keys or heads.
 
     Args:
         module: whose attention is to be computed; one that is not causal, as of images, gets them whole.
@@ -116,18 +116,18 @@ def refuse_part(module: nn.Module, name: str, is_served: bool = True) -> None:
         )
 
 
-def split_recurrences_of(model: nn.Module) -> None:
-    """Let the convolutions and recurrences of a model see whole sequences where torch splits them, or raise."""
+def share_recurrences(model: nn.Module) -> None:
+    """Let a model's convolutions and recurrences see whole sequences where torch splits them, or raise."""
     if not are_split():
         return
     if lazy_swap.waits(model):
         lazy_swap.swap(model, ())
     active = registration.current
     for module in model.modules():
-        if not _begins_anew(type(module)):
+        if not _carries_state(type(module)):
             continue
-        functions = [use.function for use in uses(type(module)) if use.kind is LINEAR_ATTENTION]
-        if active is None or not (exchanges_keys() and functions and all(map(split_recurrences.serves, functions))):
+        functions = [callee.function for callee in called_functions(type(module)) if callee.kind is LINEAR_ATTENTION]
+        if active is None or not (exchanges_keys() and functions and all(map(cp_recurrences.serves, functions))):
             who = framework.name if (framework := _framework()) else _TORCH
             raise ValueError(
                 f"{type(module).__name__}: {who} splits sequences between devices, and its convolution and "
@@ -136,11 +136,11 @@ def split_recurrences_of(model: nn.Module) -> None:
             )
         for cls in {type(function) for function in functions}:
             if not active.patches.knows(cls, "__call__"):
-                active.patches.method(cls, "__call__", split_recurrences.compute, exchanges_keys)
+                active.patches.method(cls, "__call__", cp_recurrences.compute, exchanges_keys)
 
 
 def refuse_unshifted(model: PreTrainedModel, given: dict[str, Any], caller: FrameType) -> None:
-    """Raise if a language model is to shift the labels of parts: the first of each is that of another device's token.
+    """Raise if a language model would shift labels within a part, whose first label is for another device's token.
 
     Frameworks compute their losses themselves.
 
@@ -165,7 +165,7 @@ def refuse_unshifted(model: PreTrainedModel, given: dict[str, Any], caller: Fram
 
 
 def refuse_own_positions(model: PreTrainedModel) -> None:
-    """Raise if a model that counts positions itself has parts of sequences: it would begin at zero in each."""
+    """Raise if a model counts positions itself while sequences are split: it would begin at zero in each part."""
     if exchanges_keys() and "position_ids" in inspect.signature(model.forward).parameters:
         raise ValueError(
             f"{type(model).__name__}: {_TORCH} splits sequences between devices, and positions would begin at zero on "
@@ -174,9 +174,9 @@ def refuse_own_positions(model: PreTrainedModel) -> None:
 
 
 def refuse_mask(module: nn.Module, mask: Any) -> None:
-    """Raise if a mask leaves out keys that torch exchanges by more than the order of tokens, and torch computes."""
-    pattern = getattr(mask, "pattern", None)
-    if mask is None or (pattern is not None and pattern.ids is pattern.chunk is pattern.band.left is None):
+    """Raise if torch is to compute attention with exchanged keys, and a mask is more than causal."""
+    rule = getattr(mask, "pattern", None)
+    if mask is None or (rule is not None and rule.ids is rule.chunk is rule.band.left is None):
         return
     raise ValueError(
         f"{type(module).__name__}: {_TORCH} exchanges keys, and computes causal and full attention alone where the "
@@ -185,7 +185,7 @@ def refuse_mask(module: nn.Module, mask: Any) -> None:
 
 
 def refuse_sinks(query: Tensor, sinks: Tensor | None) -> None:
-    """Raise if a framework has gathered some of the heads of a query ``[B, N, S, D]``, and sinks are those of all."""
+    """Raise if a query ``[B, N, S, D]`` has fewer heads than there are sinks, since a framework has split the heads."""
     if sinks is None or len(sinks) == query.shape[1]:
         return
     framework = _framework()
@@ -196,8 +196,8 @@ def refuse_sinks(query: Tensor, sinks: Tensor | None) -> None:
         )
 
 
-def lengths_of_whole(module: nn.Module, query: Tensor, positions: Any) -> dict[str, Tensor]:
-    """Return the lengths of packed sequences that a framework has gathered, as arguments of attention.
+def gathered_cu_seqlens(module: nn.Module, query: Tensor, positions: Any) -> dict[str, Tensor]:
+    """Return ``cu_seqlens`` of packed sequences that a framework has gathered, as arguments of attention.
 
     Masks are of no use there: a model makes them of the positions of its own part, or none. As transformers' flash
     attentions do, a batch of one row is looked at. The host waits for it in each layer.
@@ -218,19 +218,19 @@ def lengths_of_whole(module: nn.Module, query: Tensor, positions: Any) -> dict[s
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
 
 
-def _begins_anew(cls: type[nn.Module]) -> bool:
-    """Tell whether transformers' forward of a class carries a state along a sequence."""
+def _carries_state(cls: type[nn.Module]) -> bool:
+    """Tell whether a class of transformers carries a recurrent state across tokens."""
     forward: Any = inspect.unwrap(cls.forward)
     if not forward.__module__.startswith("transformers."):
         return False
     pattern = find_pattern(cls)
     is_recurrence = pattern is not None and pattern.layers[0] in RECURRENCES.layers
-    return is_recurrence or any(use.kind is LINEAR_ATTENTION for use in uses(cls))
+    return is_recurrence or any(callee.kind is LINEAR_ATTENTION for callee in called_functions(cls))
 
 
 @torch.compiler.assume_constant_result
 def _framework() -> _Framework | None:
-    """Return the framework that splits sequences now."""
+    """Return the framework that is splitting sequences now; None if none is."""
     for framework in _FRAMEWORKS:
         module = sys.modules.get(framework.module)
         if module is not None and (framework.parts(module) or 1) > 1:

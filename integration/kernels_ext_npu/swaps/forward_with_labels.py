@@ -1,0 +1,33 @@
+"""Find the model that was called with labels, among the forwards that are running."""
+
+from __future__ import annotations
+
+from types import FrameType
+
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+_FRAMES = 16  # at most so many calls lie between the forward of the model with labels and that of a head
+
+
+def forward_with_labels(frame: FrameType | None) -> FrameType | None:
+    """Return the frame of the innermost running forward of a model that was given labels; None if there is none.
+
+    It is read from the variables of the running forwards: no hook or wrapper sees all calls. peft calls
+    ``self.model.forward(...)``, accelerate and FSDP exchange forwards and classes, and a model inside another may be
+    given labels or not. Where one that was given none is sharded, FSDP frees its weights before the loss of the other.
+    """
+    for _ in range(_FRAMES):
+        if frame is None:
+            return None
+        if "labels" in frame.f_code.co_varnames:
+            model, labels = (frame.f_locals.get(name) for name in ("self", "labels"))
+            if not isinstance(model, PreTrainedModel):
+                return None
+            if isinstance(labels, Tensor):
+                return frame
+            if isinstance(model, FSDPModule):
+                return None
+        frame = frame.f_back
+    return None

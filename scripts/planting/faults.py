@@ -255,17 +255,17 @@ FAULTS = (
     _more("Linear", "adapted_pair.py", "what a pair gives its input", "rows @ joined(", "d_x = {}"),
     _more("Linear", "adapted_pair.py", "the gradient of its first factors", "d_small.t(), ", "d_a = scaled_product({}"),
     _more("Linear", "patches.py", "patches", "F.linear(_rows(x, patch, grid), weight.flatten(1), bias)", "y = {}\n"),
-    _more("LinearAttention", "delta_rule.py", "a delta rule", "out, states[-1].last.clone()", "return {}"),
-    _more("LinearAttention", "delta_rule.py", "its gradients", "_joined(list(one)[::-1])"),
+    _more("LinearAttention", "autograd.py", "a delta rule", "out, states[-1].last.clone()", "return {}"),
+    _more("LinearAttention", "autograd.py", "its gradients", "_joined(list(one)[::-1])"),
     _more("LinearAttention", "forget_gate.py", "a forget gate", "F.softplus(x + bias.float()", "out = {}"),
     _more(
         "LinearAttention", "forget_gate.py", "its gradients", "torch.ops.aten.softplus_backward(", "of_softplus = {}"
     ),
-    _more("LinearAttention", "convolution.py", "a convolution", "_activated(y[..., :length]", "return {}"),
-    _more("LinearAttention", "convolution.py", "a convolution's update", "_activated(y[..., -length:]", "return {}"),
+    _more("LinearAttention", "causal_conv1d.py", "a convolution", "_activated(y[..., :length]", "return {}"),
+    _more("LinearAttention", "causal_conv1d.py", "a convolution's update", "_activated(y[..., -length:]", "return {}"),
     _steeper(
         "LinearAttention",
-        "convolution.py",
+        "causal_conv1d.py",
         "the gradient of a convolution",
         4,
         "_activated(y[..., :length], activation).to(x.dtype)",

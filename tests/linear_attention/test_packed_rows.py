@@ -60,7 +60,7 @@ def test_a_sequence_gives_what_it_gives_alone(
     softnpu.reset_counters()
     with pytest.MonkeyPatch.context() as patch:
         if budget:
-            patch.setattr(sys.modules[f"{kernel.__name__}.delta_rule"], "BUDGET", budget)
+            patch.setattr(sys.modules[f"{kernel.__name__}.delta_rule.autograd"], "BUDGET", budget)
         out, states = function(*packed, output_final_state=True, **given, **OPTIONS)
         found = torch.autograd.grad(out, packed, weights)
     calls = softnpu.counters()

@@ -89,7 +89,7 @@ def test_a_chunk_more_is_a_product_and_a_sum_more_in_each_direction_and_nothing_
 @pytest.mark.parametrize("name", ["scalar gates", "channel gates", "scan"])
 def test_segments_of_a_smaller_budget_give_the_same(kernel: ModuleType, monkeypatch, name: str) -> None:
     case, found = CHUNKED[name], []
-    module = sys.modules[f"{kernel.__name__}.{'selective_scan' if name == 'scan' else 'delta_rule'}"]
+    module = sys.modules[f"{kernel.__name__}.{'ssm.selective_scan' if name == 'scan' else 'delta_rule.autograd'}"]
     for budget in (module.BUDGET, 1):
         monkeypatch.setattr(module, "BUDGET", budget)
         leaves = case.leaves(200)

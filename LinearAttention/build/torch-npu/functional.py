@@ -7,12 +7,12 @@ from torch import Tensor
 
 from ._common.arguments import check_tensors, narrowed
 from ._common.autocast import without_autocast
-from .delta_rule import delta_rule
-from .empty import empty_of
-from .packed_states import final_states
-from .recurrence import step
-from .segment import RuleOptions, Tokens
-from .sequences import numbers_of
+from .delta_rule.autograd import delta_rule
+from .delta_rule.chunk import RuleOptions, Tokens
+from .delta_rule.fused_recurrent import step
+from .delta_rule.packed_states import final_states
+from .utils.empty_result import empty_of
+from .utils.packed_sequences import numbers_of
 
 Result = tuple[Tensor, Tensor | None]
 

@@ -18,8 +18,10 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-from . import convolution, forget_gate, functional, linear_recurrence, selective_scan
+from . import causal_conv1d, functional
 from ._common import silu
+from .delta_rule import forget_gate
+from .ssm import linear_recurrence, selective_scan
 
 _CALL = nn.Module._wrapped_call_impl  # torch's own, whatever somebody has put in its place
 Result = tuple[Tensor, Tensor | None]
@@ -139,9 +141,9 @@ class CausalConv1d(_Layer):
     ) -> Tensor:
         bounds, original = _bounds(kwargs), type(self).forward
         if original is CausalConv1d.forward or not _is_called(activation):
-            return convolution.causal_conv1d_fn(hidden_states, weight, bias, activation, **bounds)
+            return causal_conv1d.causal_conv1d_fn(hidden_states, weight, bias, activation, **bounds)
         if any(tensor is not None for tensor in bounds.values()):  # then as a convolution with one tap of ones
-            hidden_states = convolution.causal_conv1d_fn(hidden_states, weight, bias, None, **bounds)
+            hidden_states = causal_conv1d.causal_conv1d_fn(hidden_states, weight, bias, None, **bounds)
             weight, bias = weight.new_ones(len(weight), 1), None
         return original(self, hidden_states, weight, bias, activation)
 
@@ -164,7 +166,7 @@ class CausalConv1dBeforeScan(_Layer):
             )
         original = type(self).forward
         if original is CausalConv1dBeforeScan.forward or not _is_called(activation):
-            return convolution.causal_conv1d_fn(hidden_states, weight, bias, activation)
+            return causal_conv1d.causal_conv1d_fn(hidden_states, weight, bias, activation)
         return original(self, hidden_states, weight, bias, activation)
 
 
@@ -181,7 +183,7 @@ class CausalConv1dUpdate(_Layer):
     ) -> Tensor:
         original = type(self).forward
         if original is CausalConv1dUpdate.forward or not _is_called(activation):
-            return convolution.causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
+            return causal_conv1d.causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
         return original(self, hidden_states, conv_state, weight, bias, activation)
 
 
@@ -190,7 +192,7 @@ def _is_called(activation: str | None) -> bool:
     if activation is None:
         return False
     return bool(
-        activation not in convolution.ACTIVATIONS
+        activation not in causal_conv1d.ACTIVATIONS
         or silu.CLASS.forward is not silu.FORWARD
         or nn.SiLU.forward is not silu.FORWARD_OF_TORCH
         or silu.CLASS.__call__ is not _CALL

@@ -256,10 +256,14 @@ FAULTS = (
     _more("Linear", "adapted_pair.py", "the gradient of its first factors", "d_small.t(), ", "d_a = scaled_product({}"),
     _more("Linear", "patches.py", "patches", "F.linear(_rows(x, patch, grid), weight.flatten(1), bias)", "y = {}\n"),
     _more("LinearAttention", "autograd.py", "a delta rule", "out, states[-1].last.clone()", "return {}"),
-    _more("LinearAttention", "autograd.py", "its gradients", "_joined(list(one)[::-1])"),
+    _more("LinearAttention", "autograd.py", "its gradients", "_cat(list(one)[::-1])"),
     _more("LinearAttention", "forget_gate.py", "a forget gate", "F.softplus(x + bias.float()", "out = {}"),
     _more(
-        "LinearAttention", "forget_gate.py", "its gradients", "torch.ops.aten.softplus_backward(", "of_softplus = {}"
+        "LinearAttention",
+        "forget_gate.py",
+        "its gradients",
+        "torch.ops.aten.softplus_backward(",
+        "d_softplus = {}",
     ),
     _more("LinearAttention", "causal_conv1d.py", "a convolution", "_activated(y[..., :length]", "return {}"),
     _more("LinearAttention", "causal_conv1d.py", "a convolution's update", "_activated(y[..., -length:]", "return {}"),

@@ -1,4 +1,4 @@
-"""Linear attention for Huawei Ascend NPUs: gated delta rules and causal convolutions."""
+"""Linear attention for Huawei Ascend NPUs: gated delta rules, selective scans, recurrences, causal convolutions."""
 
 from . import layers
 from .causal_conv1d import causal_conv1d_fn, causal_conv1d_update

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ._common.arguments import check_tensors
-from .utils.empty_result import empty_of
-from .utils.packed_sequences import numbers_of
+from .utils.empty_result import empty_result
+from .utils.packed_sequences import sequence_ids
 
 ACTIVATIONS = {None: None, "silu": nn.functional.silu, "swish": nn.functional.silu}
 
@@ -23,7 +23,7 @@ def causal_conv1d_fn(
     """Compute ``Σ_k weight[:, k] x[..., t - (K - 1) + k]``, with zeros before the first token, and the activation.
 
     That is causal_conv1d_fn of transformers, models/qwen3_next/modeling_qwen3_next.py. In packed rows a token sees
-    those of its own sequence alone: then one product a tap, in float32, rounded once.
+    those of its own sequence alone: there each tap is a product of its own, in float32, and the sum is rounded once.
 
     Args:
         x: ``[B, C, T]``, of a floating dtype.
@@ -42,11 +42,11 @@ def causal_conv1d_fn(
     """
     _check(x, weight, bias, activation)
     batch, channels, length = x.shape
-    numbers = numbers_of(batch, length, x.device, cu_seqlens, seq_idx)
+    sequences = sequence_ids(batch, length, x.device, cu_seqlens, seq_idx)
     if not x.numel():
-        return empty_of(x, weight, bias, shape=x.shape, dtype=x.dtype)
-    if numbers is not None:
-        return _activated(_by_taps(x, weight, bias, numbers), activation).to(x.dtype)
+        return empty_result(x, weight, bias, shape=x.shape, dtype=x.dtype)
+    if sequences is not None:
+        return _activated(_packed_conv1d(x, weight, bias, sequences), activation).to(x.dtype)
     padding = weight.shape[-1] - 1
     bias = None if bias is None else bias.to(weight.dtype)
     y = nn.functional.conv1d(x.to(weight.dtype), weight.unsqueeze(1), bias, padding=padding, groups=channels)
@@ -60,11 +60,11 @@ def causal_conv1d_update(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """Compute the convolution of new tokens behind the last ones, and put the new ones into their place.
+    """Compute the convolution of new tokens behind those of a state, and move the new ones into the state.
 
     Args:
         x: ``[B, C, T]``, of a floating dtype.
-        conv_state: the tokens before, ``[B, C, W]`` with W of at least K - 1; it is written to.
+        conv_state: the last W tokens before, ``[B, C, W]`` with W of at least K - 1; it is written to.
         weight: ``[C, K]``.
         bias: ``[C]``, or None.
         activation: ``silu``, ``swish`` or None.
@@ -83,7 +83,7 @@ def causal_conv1d_update(
             f"x is {list(x.shape)}"
         )
     if not x.numel():
-        return empty_of(x, conv_state, weight, bias, shape=x.shape, dtype=x.dtype)
+        return empty_result(x, conv_state, weight, bias, shape=x.shape, dtype=x.dtype)
     length = x.shape[-1]
     both = torch.cat([conv_state, x], -1).to(weight.dtype)
     conv_state.copy_(both[..., length:])
@@ -92,16 +92,16 @@ def causal_conv1d_update(
     return _activated(y[..., -length:], activation).to(x.dtype)
 
 
-def _by_taps(x: Tensor, weight: Tensor, bias: Tensor | None, numbers: Tensor) -> Tensor:
-    """Compute the convolution in float32, tap by tap, without those that lie in another sequence."""
+def _packed_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, sequences: Tensor) -> Tensor:
+    """Compute the convolution in float32, tap by tap, without tokens of other sequences."""
     taps, length = weight.float().unsqueeze(-1).unbind(1), x.shape[-1]
-    wide = nn.functional.pad(x.float(), (len(taps) - 1, 0))
-    numbers = nn.functional.pad(numbers, (len(taps) - 1, 0), value=-1)
-    own = numbers[:, len(taps) - 1 :]
-    y = wide[..., len(taps) - 1 :] * taps[-1]
+    padded = nn.functional.pad(x.float(), (len(taps) - 1, 0))
+    sequences = nn.functional.pad(sequences, (len(taps) - 1, 0), value=-1)
+    own = sequences[:, len(taps) - 1 :]
+    y = padded[..., len(taps) - 1 :] * taps[-1]
     for place, tap in enumerate(taps[:-1]):
-        there = (numbers[:, place : place + length] == own).unsqueeze(1)
-        y = torch.addcmul(y, wide[..., place : place + length] * there, tap)
+        same = (sequences[:, place : place + length] == own).unsqueeze(1)
+        y = torch.addcmul(y, padded[..., place : place + length] * same, tap)
     return y if bias is None else y + bias.float().unsqueeze(-1)
 
 
@@ -113,7 +113,7 @@ def _activated(y: Tensor, activation: str | None) -> Tensor:
 def _check(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, conv_state: Tensor | None = None
 ) -> None:
-    """Raise what the functions here say of arguments that do not fit."""
+    """Raise what the functions of this file document, for arguments that do not fit."""
     check_tensors(x=x, conv_state=conv_state, weight=weight, bias=bias)
     if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[1] or not weight.shape[1]:
         raise ValueError(

@@ -1,4 +1,7 @@
-"""Sums of gates within chunks, and the decays that follow from them. What has no decay is left out before ``exp``."""
+"""Decays between the tokens of a chunk, made of sums of their logarithms g, and the gradient of g.
+
+Where a token has no part in another one, the sum becomes minus infinity before ``exp`` is taken.
+"""
 
 from __future__ import annotations
 
@@ -7,161 +10,170 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..utils.chunk_layout import CHUNK, by_group, by_head, number
-from ..utils.packed_sequences import Bounds
+from ..utils.chunk_layout import CHUNK, num_chunks, stack_heads, unstack_heads
+from ..utils.packed_sequences import SequenceMasks
 
 
-class Gates(NamedTuple):
-    """Holds the gates of tokens in chunks; G is 1, or the size of a head.
+class LogDecays(NamedTuple):
+    """Holds the logarithms of the decays of tokens in chunks; G is 1, or the size of a key.
 
     Attributes:
-        each: logarithms of decays, ``[M, C, G]`` in float32.
-        bounds: of packed sequences, None where rows are one sequence.
+        g: ``[M, C, G]`` in float32.
+        masks: of packed sequences, None where rows are one sequence.
     """
 
-    each: Tensor
-    bounds: Bounds | None
+    g: Tensor
+    masks: SequenceMasks | None
 
 
 class Decays(NamedTuple):
-    """Holds the decays between a token and the bounds of its chunk.
+    """Holds the decays between a token and the start or the end of its chunk.
 
     Attributes:
-        lead: from the start of the chunk to the token, ``[M, C, G]``.
-        trail: from the token to the end of the chunk, ``[M, C, G]``.
-        whole: of the chunk, ``[M, G]``.
+        from_start: from the start of the chunk to the token, ``[M, C, G]``.
+        to_end: from the token to the end of the chunk, ``[M, C, G]``.
+        chunk_decay: over the whole chunk, ``[M, G]``.
     """
 
-    lead: Tensor
-    trail: Tensor
-    whole: Tensor
+    from_start: Tensor
+    to_end: Tensor
+    chunk_decay: Tensor
 
 
-class Led(NamedTuple):
-    """Holds keys with the decays between them and the bounds of their chunk.
+class DecayedKeys(NamedTuple):
+    """Holds keys with the decays between them and the start or the end of their chunk.
 
     Attributes:
-        key: eK, or K if ``lead`` is e by itself, ``[M / shared, C, K]``.
-        lead: ``[M, C, 1]``; None with gates of channels.
-        trailed: βlK, ``[M, C, K]``.
-        whole: w, ``[M, G]``.
+        key: keys times ``from_start`` where that is None; otherwise the keys alone, ``[M / heads_per_key, C, K]``.
+        from_start: the decays from the start of the chunk, where one serves all channels, ``[M, C, 1]``; else None.
+        k_beta_to_end: keys times β and the decays to the end of the chunk, ``[M, C, K]``.
+        chunk_decay: ``[M, G]``.
     """
 
     key: Tensor
-    lead: Tensor | None
-    trailed: Tensor
-    whole: Tensor
+    from_start: Tensor | None
+    k_beta_to_end: Tensor
+    chunk_decay: Tensor
 
-    def read(self, inverse: Tensor, shared: int) -> Tensor:
-        """Compute ``X (eK)``, ``[M, C, K]``."""
-        if self.lead is not None:
-            inverse = inverse * self.lead.transpose(-1, -2)
-        return by_head(torch.bmm(by_group(inverse, shared), self.key), shared)
+    def k_cumdecay(self, ut_inverse: Tensor, heads_per_key: int) -> Tensor:
+        """Compute the product of the inverse and keys with the decays from the start, ``[M, C, K]``."""
+        if self.from_start is not None:
+            ut_inverse = ut_inverse * self.from_start.transpose(-1, -2)
+        return unstack_heads(torch.bmm(stack_heads(ut_inverse, heads_per_key), self.key), heads_per_key)
 
 
-class OfProducts(NamedTuple):
-    """Holds the gradients of products, ``[M, C, C]``, which β weighs behind them.
+class ProductGradients(NamedTuple):
+    """Holds the gradients of the products within chunks, but for their factor β, which is that of a column.
 
     Attributes:
-        keys: of ``-KKᵀ⊙Γ``, of which only what is below the diagonal counts.
-        queries: of ``QKᵀ⊙Γ``.
-        pairs: of logarithms of Γ, zero on the diagonal.
-        given: the sums of these over later tokens, ``[M, C, 1]``.
+        neg_kk: of ``-KKᵀ⊙Γ``, ``[M, C, C]``; what is not below the diagonal is to be left out.
+        qk: of ``QKᵀ⊙Γ``, ``[M, C, C]``.
+        log_decay: of the logarithms of Γ, ``[M, C, C]``, zero on the diagonal.
+        column_sums: the sums of ``log_decay`` over rows, ``[M, C, 1]``.
     """
 
-    keys: Tensor
-    queries: Tensor
-    pairs: Tensor
-    given: Tensor
+    neg_kk: Tensor
+    qk: Tensor
+    log_decay: Tensor
+    column_sums: Tensor
 
 
-class OfLed(NamedTuple):
-    """Holds the gradients of eQ, of -eK and of βlK, ``[M, C, K]``."""
+class DecayedGradients(NamedTuple):
+    """Holds the gradients of what meets the states around a chunk, ``[M, C, K]``.
+
+    Attributes:
+        query: of queries times the decays from the start of the chunk.
+        neg_key: of minus the keys times these decays.
+        k_beta_to_end: of keys times β and the decays to the end of the chunk.
+    """
 
     query: Tensor
-    key: Tensor
-    trailed: Tensor
+    neg_key: Tensor
+    k_beta_to_end: Tensor
 
 
-class Gradients(NamedTuple):
+class ChunkGradients(NamedTuple):
     """Holds the gradients of tokens in chunks.
 
     Attributes:
-        query, key: ``[M / shared, C, K]``.
-        sums: of sums of gates, ``[M, C, G]``, but for what tokens pass on to the end of their chunk.
-        kept: of β, as far as keys are added to the state behind the chunk, ``[M, C, 1]``.
-        passed: that, by the token that passes it on, ``[M, C, G]``.
+        query, key: ``[M / heads_per_key, C, K]``.
+        cumsum: of the sums of g from the start of the chunk, ``[M, C, G]``, but for what ``to_end`` has.
+        beta: that part of the gradient of β that comes through the state behind the chunk, ``[M, C, 1]``.
+        to_end: the gradients of the logarithms of the decays to the end of the chunk, ``[M, C, G]``.
     """
 
     query: Tensor
     key: Tensor
-    sums: Tensor
-    kept: Tensor
-    passed: Tensor
+    cumsum: Tensor
+    beta: Tensor
+    to_end: Tensor
 
 
-def sums_of(gates: Gates) -> Tensor:
-    """Sum gates from the start of the chunk, or of a sequence in it, ``[M, C, G]``.
+def chunk_local_cumsum(log_decays: LogDecays) -> Tensor:
+    """Sum g from the start of the chunk, or of a sequence in it, ``[M, C, G]``.
 
     In packed rows the sums start again with a sequence: differences of sums over others would lose digits.
     """
-    each, bounds = gates
-    if bounds is None:
-        return each.cumsum(1)
-    by_row = each.unflatten(0, (*bounds.same.shape[:2], -1)).transpose(2, 3)
-    sums = torch.bmm(bounds.same.flatten(0, 1).float(), by_row.flatten(3).flatten(0, 1)).view(by_row.shape)
+    g, masks = log_decays
+    if masks is None:
+        return g.cumsum(1)
+    same = masks.same_sequence
+    by_row = g.unflatten(0, (*same.shape[:2], -1)).transpose(2, 3)
+    sums = torch.bmm(same.flatten(0, 1).float(), by_row.flatten(3).flatten(0, 1)).view(by_row.shape)
     return sums.transpose(2, 3).flatten(0, 2)
 
 
-def gate_gradients(passed: Tensor, sums: Tensor, bounds: Bounds | None, batch: int, length: int) -> Tensor:
-    """Compute the gradients of gates, ``[B, T, H, G]``.
+def g_gradient(to_end: Tensor, cumsum: Tensor, masks: SequenceMasks | None, batch: int, length: int) -> Tensor:
+    """Compute the gradient of g, ``[B, T, H, G]``.
 
-    The gate of a token has part in the sums of it and of later tokens, and in what tokens before it pass on. Taken as a
-    gradient of sums the latter would be that of all tokens less that of later ones. The last token passes on most,
-    through no gate: little would be left of the digits of the others.
+    The g of a token has part in its own sum and in those of later tokens, and in the decays of earlier tokens to the
+    end of the chunk. The latter could be had from sums too: the gradient of the last sum, less those of later tokens.
+    But the last tokens of a chunk decay least on the way to its end and have the largest of these gradients, which no
+    g has part in: subtracted again, they would leave little of the digits of the others.
 
     Args:
-        passed: what tokens pass on to the ends of their chunks, ``[N * B * H, C, G]``.
-        sums: the gradients of sums of gates but for that, likewise.
-        bounds: of packed sequences, None where rows are one sequence.
+        to_end: the gradients of the logarithms of the decays to the ends of chunks, ``[N * B * H, C, G]``.
+        cumsum: the gradients of the sums of g but for that, likewise.
+        masks: of packed sequences, None where rows are one sequence.
         batch: B.
         length: T.
     """
-    by_row = (x.unflatten(0, (number(length), batch, -1)).transpose(2, 3) for x in (passed, sums))
+    by_row = (x.unflatten(0, (num_chunks(length), batch, -1)).transpose(2, 3) for x in (to_end, cumsum))
     both = torch.cat(list(by_row), 2)  # [N, B, 2 C, H, G]
-    if bounds is None:
+    if masks is None:
         same = torch.ones(1, CHUNK, CHUNK, dtype=both.dtype, device=both.device).tril()
     else:
-        same = bounds.same.flatten(0, 1).float()
-    before_and_behind = torch.cat([same.tril(-1), same.transpose(-1, -2)], 2).expand(both.shape[:2].numel(), -1, -1)
-    found = torch.bmm(before_and_behind, both.flatten(3).flatten(0, 1))
-    return found.view(both.shape[0], batch, CHUNK, *both.shape[3:]).transpose(0, 1).flatten(1, 2)[:, :length]
+        same = masks.same_sequence.flatten(0, 1).float()
+    earlier_and_later = torch.cat([same.tril(-1), same.transpose(-1, -2)], 2).expand(both.shape[:2].numel(), -1, -1)
+    d_g = torch.bmm(earlier_and_later, both.flatten(3).flatten(0, 1))
+    return d_g.view(both.shape[0], batch, CHUNK, *both.shape[3:]).transpose(0, 1).flatten(1, 2)[:, :length]
 
 
-def decays(gates: Gates) -> Decays:
-    """Compute the decays that sums of gates amount to."""
-    sums, bounds = sums_of(gates), gates.bounds
-    lead, trail = sums, sums[:, -1:] - sums
-    if bounds is not None:
-        lead, trail = (_cut_off(x, ~there) for x, there in ((lead, bounds.carried), (trail, bounds.kept)))
-    lead = lead.exp()
-    return Decays(lead, trail.exp(), lead[:, -1])
+def chunk_decays(log_decays: LogDecays) -> Decays:
+    """Compute the decays between tokens and the start and the end of their chunk."""
+    sums, masks = chunk_local_cumsum(log_decays), log_decays.masks
+    from_start, to_end = sums, sums[:, -1:] - sums
+    if masks is not None:
+        from_start = _mask_out(from_start, ~masks.reads_state)
+        to_end = _mask_out(to_end, ~masks.writes_state)
+    from_start = from_start.exp()
+    return Decays(from_start, to_end.exp(), from_start[:, -1])
 
 
-def dots(one: Tensor, other: Tensor, shared: int = 1) -> Tensor:
-    """Compute the products of rows, ``[M, C, 1]`` from ``[M, C, D]``: of all rows, of which the diagonal is kept.
+def row_dots(left: Tensor, right: Tensor, heads_per_key: int = 1) -> Tensor:
+    """Compute ``Σ_d left_id right_id``, ``[M, C, 1]``: the diagonal of a product of matrices.
 
-    A product of matrices reads both once; that of their elements would be written and read again.
+    That product reads both once; the product of elements would be written, and read again to be summed.
 
     Args:
-        one: the rows on the left.
-        other: those on the right, ``[M / shared, C, D]``.
-        shared: how many chunks on the left are multiplied with one on the right.
+        left: ``[M, C, D]``.
+        right: ``[M / heads_per_key, C, D]``.
+        heads_per_key: how many chunks on the left are multiplied with one on the right.
     """
-    products = by_head(torch.bmm(by_group(one, shared), other.transpose(-1, -2)), shared)
+    products = unstack_heads(torch.bmm(stack_heads(left, heads_per_key), right.transpose(-1, -2)), heads_per_key)
     return products.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
 
 
-def _cut_off(x: Tensor, mask: Tensor) -> Tensor:
-    by_row = x.unflatten(0, (*mask.shape[:2], -1))
+def _mask_out(log_decay: Tensor, mask: Tensor) -> Tensor:
+    by_row = log_decay.unflatten(0, (*mask.shape[:2], -1))
     return by_row.masked_fill(mask, float("-inf")).flatten(0, 2)

@@ -1,10 +1,11 @@
-"""A linear recurrence of every element by itself, ``h⁺ = a h + b``: no product of matrices computes it.
+"""A linear recurrence of every element by itself, ``h⁺ = a h + b``, which no product of matrices computes.
 
-One token after the other it would be a launch a token, of small tensors. Chunks of tokens are walked through at once, a
-token of each chunk a step: first for what each chunk adds to a state of zeros, then from chunk to chunk, and then again
-from the states before the chunks. Tensors of tokens are ``[C, N, ...]`` here, the first tokens of all N chunks, the
-second tokens, and so on: a step takes what lies together. C is CHUNK, or T where there are fewer tokens. Backwards the
-same is done for ``g = c + a⁺ g⁺``.
+One launch a token would be many launches of small tensors. So the tokens are split into N chunks of C, and a launch
+takes one token of each chunk: first to find what each chunk adds to a state of zeros, then, from chunk to chunk, the
+states before the chunks, and then from these the states of all tokens. Tensors of tokens are ``[C, N, ...]`` here, "in
+steps": the first tokens of all chunks, the second tokens, and so on, so that what a launch takes lies together. C is
+CHUNK, or T where there are fewer tokens. The gradients of states, ``g = c + a⁺ g⁺``, are found so from the last token
+to the first.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from torch import Tensor, nn
 
 from .._common.functorch import is_transformed
 
-CHUNK = 32  # tokens: a gradient keeps one state of each chunk
+CHUNK = 32  # tokens; one state of each chunk is saved for a backward
 
 
-def in_steps(x: Tensor, filling: float = 0.0) -> Tensor:
+def to_steps(x: Tensor, padding: float = 0.0) -> Tensor:
     """Copy ``[B, T, D]`` into steps in float32, ``[C, N, B, D]``; the last chunk is filled up."""
     chunk = min(CHUNK, x.shape[1])
     missing = -x.shape[1] % chunk
-    x = nn.functional.pad(x, (0, 0, 0, missing), value=filling) if missing else x
+    x = nn.functional.pad(x, (0, 0, 0, missing), value=padding) if missing else x
     x = x.unflatten(1, (-1, chunk)).permute(2, 1, 0, 3)
     return x.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
 
@@ -31,83 +32,83 @@ def from_steps(x: Tensor, length: int) -> Tensor:
     return x.permute(2, 1, 0, 3).flatten(1, 2)[:, :length].contiguous()
 
 
-def states(decays: Tensor, added: Tensor, first: Tensor) -> Tensor:
+def scan_states(decays: Tensor, updates: Tensor, first: Tensor) -> Tensor:
     """Compute ``h ← aₙ h + bₙ`` for all n, one after the other.
 
     Args:
         decays: a, ``[N, ...]``.
-        added: b, likewise.
-        first: what it starts with, ``[...]``.
+        updates: b, likewise.
+        first: the state to start with, ``[...]``.
 
     Returns:
-        What it starts with, and what follows, ``[N + 1, ...]``.
+        That state, and those that follow, ``[N + 1, ...]``.
     """
     if _is_functional():
         found = [first]
-        for decay, more in zip(decays, added):
-            found.append(torch.addcmul(more, decay, found[-1]))
+        for decay, update in zip(decays, updates):
+            found.append(torch.addcmul(update, decay, found[-1]))
         return torch.stack(found)
-    walked = added.new_empty((added.shape[0] + 1, *first.shape))
-    walked[0].copy_(first)
-    for n in range(added.shape[0]):
-        torch.addcmul(added[n], decays[n], walked[n], out=walked[n + 1])
-    return walked
+    states = updates.new_empty((updates.shape[0] + 1, *first.shape))
+    states[0].copy_(first)
+    for n in range(updates.shape[0]):
+        torch.addcmul(updates[n], decays[n], states[n], out=states[n + 1])
+    return states
 
 
-def state_gradients(decays: Tensor, added: Tensor, behind: Tensor) -> Tensor:
+def scan_gradients(decays: Tensor, grads: Tensor, behind: Tensor) -> Tensor:
     """Compute ``gₙ = cₙ + aₙ₊₁ gₙ₊₁`` for all n, from the last to the first.
 
     Args:
         decays: a, ``[N, ...]``.
-        added: c, likewise.
-        behind: what the last one gets besides, ``[...]``.
+        grads: c, the gradient of each state but for what comes from the next one, likewise.
+        behind: what the last state gets from the one behind it, ``[...]``.
 
     Returns:
         g, ``[N, ...]``.
     """
-    last = added.shape[0] - 1
+    last = grads.shape[0] - 1
     if _is_functional():
-        found = [added[last] + behind]
+        found = [grads[last] + behind]
         for n in range(last, 0, -1):
-            found.append(torch.addcmul(added[n - 1], decays[n], found[-1]))
+            found.append(torch.addcmul(grads[n - 1], decays[n], found[-1]))
         return torch.stack(found[::-1])
-    walked = torch.empty_like(added)
-    torch.add(added[last], behind, out=walked[last])
+    d_states = torch.empty_like(grads)
+    torch.add(grads[last], behind, out=d_states[last])
     for n in range(last, 0, -1):
-        torch.addcmul(added[n - 1], decays[n], walked[n], out=walked[n - 1])
-    return walked
+        torch.addcmul(grads[n - 1], decays[n], d_states[n], out=d_states[n - 1])
+    return d_states
 
 
-def before_chunks(decays: Tensor, added: Tensor, whole: Tensor, first: Tensor) -> Tensor:
+def states_around_chunks(decays: Tensor, updates: Tensor, chunk_decay: Tensor, first: Tensor) -> Tensor:
     """Compute the states before all chunks, and behind the last one, ``[N + 1, ...]``.
 
     Args:
         decays: a, ``[C, N, ...]``.
-        added: b, likewise.
-        whole: the decays over chunks, ``[N, ...]``.
+        updates: b, likewise.
+        chunk_decay: the decays over whole chunks, ``[N, ...]``.
         first: the state before the first chunk, ``[...]``.
     """
-    end = added[0]
-    for n in range(1, added.shape[0]):
-        end = torch.addcmul(added[n], decays[n], end)
-    return states(whole, end, first)
+    end = updates[0]
+    for n in range(1, updates.shape[0]):
+        end = torch.addcmul(updates[n], decays[n], end)
+    return scan_states(chunk_decay, end, first)
 
 
-def behind_chunks(decays: Tensor, added: Tensor, whole: Tensor, last: Tensor) -> Tensor:
+def gradients_around_chunks(decays: Tensor, grads: Tensor, chunk_decay: Tensor, last: Tensor) -> Tensor:
     """Compute the gradients of the states before the first chunk, and behind all chunks, ``[N + 1, ...]``.
 
     Args:
         decays: a, ``[C, N, ...]``.
-        added: c, likewise.
-        whole: the decays over chunks, ``[N, ...]``.
+        grads: c, likewise.
+        chunk_decay: the decays over whole chunks, ``[N, ...]``.
         last: the gradient of the state behind the last chunk, ``[...]``.
     """
-    grad = added[-1]
-    for n in range(added.shape[0] - 1, 0, -1):
-        grad = torch.addcmul(added[n - 1], decays[n], grad)
-    return states(whole.flip(0), (decays[0] * grad).flip(0), last).flip(0)
+    start = grads[-1]
+    for n in range(grads.shape[0] - 1, 0, -1):
+        start = torch.addcmul(grads[n - 1], decays[n], start)
+    return scan_states(chunk_decay.flip(0), (decays[0] * start).flip(0), last).flip(0)
 
 
 def _is_functional() -> bool:
-    """Tell whether nothing can be written into a tensor that is there."""
+    """Tell whether nothing may be written into an existing tensor."""
     return torch.compiler.is_compiling() or is_transformed() or torch.is_grad_enabled()

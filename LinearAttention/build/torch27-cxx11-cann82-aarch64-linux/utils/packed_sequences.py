@@ -1,7 +1,7 @@
-"""Packed sequences: which sequence of a row each token belongs to, and what that leaves of a chunk.
+"""Packed sequences: which sequence of its row each token belongs to, and which tokens of a chunk share one.
 
-Chunks stand as if there were one sequence, so that no shape depends on where one ends, and nothing waits for the
-lengths. A decay never reaches over a bound.
+Chunks have the places that they have in a row of one sequence, and masks keep the sequences apart. So no shape depends
+on where a sequence ends, and the host waits for no lengths.
 """
 
 from __future__ import annotations
@@ -14,21 +14,24 @@ from torch import Tensor
 from .chunk_layout import CHUNK
 
 
-class Bounds(NamedTuple):
-    """Says what the bounds of sequences cut off in chunks.
+class SequenceMasks(NamedTuple):
+    """Holds which tokens of chunks belong to one sequence.
 
     Attributes:
-        same: ``[N, B, C, C]``, whether a token belongs to the sequence of an earlier one, or of itself.
-        carried: ``[N, B, 1, C, 1]``, whether a token belongs to the sequence of the last one of the chunk before.
-        kept: ``[N, B, 1, C, 1]``, whether a token belongs to the sequence of the last one of its chunk.
+        same_sequence: ``[N, B, C, C]``, whether a token (row) belongs to the sequence of an earlier one (column), or is
+            that token.
+        reads_state: ``[N, B, 1, C, 1]``, whether a token belongs to the sequence of the last token of the chunk before,
+            so that it reads the state before its chunk.
+        writes_state: ``[N, B, 1, C, 1]``, whether a token belongs to the sequence of the last token of its chunk, so
+            that it is part of the state behind it.
     """
 
-    same: Tensor
-    carried: Tensor
-    kept: Tensor
+    same_sequence: Tensor
+    reads_state: Tensor
+    writes_state: Tensor
 
 
-def numbers_of(
+def sequence_ids(
     batch: int, length: int, device: torch.device, cu_seqlens: Tensor | None, seq_idx: Tensor | None
 ) -> Tensor | None:
     """Return the number of the sequence of each token, ``[B, T]``; None where each row is one sequence.
@@ -44,9 +47,9 @@ def numbers_of(
         ValueError: the shapes do not fit.
         TypeError: they are not int32 or int64.
     """
-    for name, given in (("seq_idx", seq_idx), ("cu_seqlens", cu_seqlens)):
-        if given is not None and given.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"{name} must be int32 or int64, got {given.dtype}")
+    for name, tensor in (("seq_idx", seq_idx), ("cu_seqlens", cu_seqlens)):
+        if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name} must be int32 or int64, got {tensor.dtype}")
     if seq_idx is not None:
         if seq_idx.shape != (batch, length):
             raise ValueError(f"seq_idx {list(seq_idx.shape)} must be [B, T], here [{batch}, {length}]")
@@ -62,18 +65,18 @@ def numbers_of(
     return (places.unsqueeze(-1) >= cu_seqlens.to(device)).sum(-1).unsqueeze(0)
 
 
-def bounds(numbers: Tensor, before: Tensor | None) -> Bounds:
-    """Return what bounds cut off.
+def sequence_masks(seq_idx: Tensor, previous: Tensor | None) -> SequenceMasks:
+    """Compute the masks of chunks.
 
     Args:
-        numbers: the sequences of the tokens, ``[B, T]``.
-        before: those of the tokens before them, ``[B, 1]``; None where these are the first.
+        seq_idx: the sequences of the tokens, ``[B, T]``.
+        previous: that of the token before the first, ``[B, 1]``; None where there is none.
     """
-    missing = -numbers.shape[1] % CHUNK
-    numbers = torch.cat([numbers, numbers[:, -1:].expand(-1, missing)], 1) if missing else numbers
-    first = numbers[:, :1] if before is None else before
-    previous = torch.cat([first, numbers[:, CHUNK - 1 : -1 : CHUNK]], 1).t().unsqueeze(-1)
-    chunks = numbers.unflatten(1, (-1, CHUNK)).transpose(0, 1)
-    same = (chunks.unsqueeze(-1) == chunks.unsqueeze(-2)).tril()
-    carried, kept = chunks == previous, chunks == chunks[..., -1:]
-    return Bounds(same, carried[:, :, None, :, None], kept[:, :, None, :, None])
+    missing = -seq_idx.shape[1] % CHUNK
+    seq_idx = torch.cat([seq_idx, seq_idx[:, -1:].expand(-1, missing)], 1) if missing else seq_idx
+    first = seq_idx[:, :1] if previous is None else previous
+    before_chunks = torch.cat([first, seq_idx[:, CHUNK - 1 : -1 : CHUNK]], 1).t().unsqueeze(-1)
+    chunks = seq_idx.unflatten(1, (-1, CHUNK)).transpose(0, 1)
+    same_sequence = (chunks.unsqueeze(-1) == chunks.unsqueeze(-2)).tril()
+    reads_state, writes_state = chunks == before_chunks, chunks == chunks[..., -1:]
+    return SequenceMasks(same_sequence, reads_state[:, :, None, :, None], writes_state[:, :, None, :, None])

@@ -1,54 +1,55 @@
-"""Products of keys and queries within chunks where every channel of a head has a gate: Kimi delta attention.
+"""Products of keys and queries within chunks where every channel of a key has a decay: Kimi delta attention.
 
 ``Σ_d a_id b_jd exp(sum_id - sum_jd)`` is no matrix product, and all its terms take C times the memory of a and b. But
-``exp(sumᵢ - sumₘ) exp(sumₘ - sumⱼ)`` for a token m between j and i is one, and neither factor exceeds one. A chunk is
-halved, and its halves are, down to single tokens: the pairs of one token of a second half and one of the first half
-before it have the last token of that between them. These are six products, each of whole tiles, of which the pairs of
-one halving are kept.
+with a token m between j and i it is one of ``a_id exp(sum_id - sum_md)`` and ``b_jd exp(sum_md - sum_jd)``, and neither
+exponential exceeds one.
 
-Keys and queries stand beside each other, and whole tensors are multiplied where one half would do: what is strided is
-copied before an operator, and behind one that writes to it.
+So a chunk is halved, its halves are halved, and so on down to single tokens. Any two tokens i > j are parted by one of
+these halvings, with i in the second half and j in the first, and m is the last token of that first half. Of eight
+tokens, halves of four have the pairs (4..7, 0..3), halves of two (2..3, 0..1) and (6..7, 4..5), and halves of one the
+rest. Six sizes of halves make a chunk of 64: six products, each of whole tiles, of which a mask keeps the pairs that
+halves of this size part.
+
+Keys and queries lie side by side in one tensor, and products take whole tensors where one half would do: a strided
+tensor is copied before an operator reads it, and again behind an operator that writes to it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..utils.chunk_layout import CHUNK
-from .decays import Decays, Gates, Gradients, Led, OfLed, OfProducts, dots
-
-if TYPE_CHECKING:
-    from .chunk import Chunks
-
+from .decays import ChunkGradients, DecayedGradients, DecayedKeys, Decays, LogDecays, ProductGradients, row_dots
+from .tokens import Chunks
 
 _TILE = 16  # rows and columns of which the device makes its products
 
 
 class _Level(NamedTuple):
-    """Holds keys and queries with their decays within halves of some tokens each.
+    """Holds keys and queries with their decays within halves of one size.
 
     Attributes:
         size: the tokens of a half, b.
-        later: keys and queries with the decays from the start of their half, ``[M, C, 2, K]``.
-        earlier: keys with those to the end of their half, ``[M, C, K]``.
-        whole: the decays over halves, ``[M, C / b, K]``.
+        from_start: keys and queries with the decays from the start of their half, ``[M, C, 2, K]``.
+        to_end: keys with the decays to the end of their half, ``[M, C, K]``.
+        half_decay: the decays over whole halves, ``[M, C / b, K]``.
     """
 
     size: int
-    later: Tensor
-    earlier: Tensor
-    whole: Tensor
+    from_start: Tensor
+    to_end: Tensor
+    half_decay: Tensor
 
     def rows(self) -> Tensor:
-        """View keys and queries by tiles, of which no pair of halves is in two, ``[M C / W, 2 W, K]``."""
-        return self.later.flatten(1, 2).unflatten(1, (-1, 2 * self.tile)).flatten(0, 1)
+        """View keys and queries by tiles, ``[M C / W, 2 W, K]``; two halves that are a pair lie in one tile."""
+        return self.from_start.flatten(1, 2).unflatten(1, (-1, 2 * self.tile)).flatten(0, 1)
 
     def columns(self) -> Tensor:
-        """View earlier keys likewise, ``[M C / W, W, K]``."""
-        return self.earlier.unflatten(1, (-1, self.tile)).flatten(0, 1)
+        """View the keys with decays to the end by tiles, ``[M C / W, W, K]``."""
+        return self.to_end.unflatten(1, (-1, self.tile)).flatten(0, 1)
 
     @property
     def tile(self) -> int:
@@ -56,152 +57,162 @@ class _Level(NamedTuple):
         return max(_TILE, 2 * self.size)
 
 
-class _Carried(NamedTuple):
-    """Holds what takes the decays of halves to those of pairs of halves.
+class _Extension(NamedTuple):
+    """Holds the factors that extend the decays of a level to halves of twice the size.
 
     Attributes:
-        later: 1 for tokens of first halves, and the decay over the first half for those of second ones,
+        from_start: 1 for tokens of first halves, and the decay over the first half for those of second ones,
             ``[M, P, 2, 1, 1, K]``.
-        earlier: the decay over the second half for those of first halves, and 1, ``[M, P, 2, 1, K]``.
-        whole: the decays over pairs, ``[M, P, K]``.
+        to_end: the decay over the second half for tokens of first halves, and 1 for those of second ones,
+            ``[M, P, 2, 1, K]``.
+        half_decay: the decays over both halves, ``[M, P, K]``.
     """
 
-    later: Tensor
-    earlier: Tensor
-    whole: Tensor
+    from_start: Tensor
+    to_end: Tensor
+    half_decay: Tensor
 
 
-def products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor, Led]:
-    """Compute ``Σ_d k_id k_jd Γ_ijd`` for j < i and ``Σ_d q_id k_jd Γ_ijd`` for j ≤ i, between no Γ and eQ."""
+def intra_products(chunks: Chunks) -> tuple[Tensor, Tensor, Tensor, Tensor, DecayedKeys]:
+    """Compute what a chunk needs of keys, queries and decays.
+
+    Returns:
+        An empty tensor in the place of Γ; ``Σ_d k_id k_jd Γ_ijd`` for j < i and ``Σ_d q_id k_jd Γ_ijd`` for j ≤ i,
+        ``[M, C, C]``; queries with the decays from the start of their chunk, ``[M, C, K]``; and the keys with theirs.
+    """
     query, key = chunks.query, chunks.key
     eye = torch.eye(_TILE, dtype=key.dtype, device=key.device)
-    alone = torch.stack((torch.zeros_like(eye), eye), 1)  # a token with itself: of queries alone
-    found = dots(query, key).unflatten(1, (-1, _TILE)).unsqueeze(-1) * alone  # [M, C / W, W, 2, W]
-    masks, level = _masks(key), _tokens(chunks)
+    only_queries = torch.stack((torch.zeros_like(eye), eye), 1)  # a key has no product with itself here
+    tiles = row_dots(query, key).unflatten(1, (-1, _TILE)).unsqueeze(-1) * only_queries  # [M, C / W, W, 2, W]
+    masks, level = _halving_masks(key), _token_level(chunks)
     for mask in masks:
-        if level.tile > found.shape[-1]:
-            found = _in_larger_tiles(found)
+        if level.tile > tiles.shape[-1]:
+            tiles = _merge_tiles(tiles)
         product = torch.bmm(level.rows(), level.columns().transpose(-1, -2))
-        found.addcmul_(product.view(found.shape), mask[: level.tile, None, : level.tile])
-        level = _joined(level, _carried(level))
-    led_key, led_query = (x.contiguous() for x in level.later.unbind(2))
-    of_keys, of_queries = (x.contiguous() for x in found.squeeze(1).unbind(2))
-    all_led = Led(led_key, None, level.earlier * chunks.beta, level.whole[:, 0])
-    return key.new_empty(0), of_keys, of_queries, led_query, all_led
+        tiles.addcmul_(product.view(tiles.shape), mask[: level.tile, None, : level.tile])
+        level = _extend(level, _extension(level))
+    key_from_start, q_cumdecay = (x.contiguous() for x in level.from_start.unbind(2))
+    kk, qk = (x.contiguous() for x in tiles.squeeze(1).unbind(2))
+    keys = DecayedKeys(key_from_start, None, level.to_end * chunks.beta, level.half_decay[:, 0])
+    return key.new_empty(0), kk, qk, q_cumdecay, keys
 
 
-def led(chunks: Chunks, decays: Decays) -> Led:
-    """Give keys the decays to the bounds of their chunk."""
-    lead, trail, whole = decays
-    return Led(chunks.key * lead, None, chunks.key * (trail * chunks.beta), whole)
+def decay_keys(chunks: Chunks, decays: Decays) -> DecayedKeys:
+    """Give keys the decays to the start and the end of their chunk."""
+    from_start, to_end, chunk_decay = decays
+    return DecayedKeys(chunks.key * from_start, None, chunks.key * (to_end * chunks.beta), chunk_decay)
 
 
-def gradients_of_gates(chunks: Chunks, decays: Decays, of_products: OfProducts, _: Tensor, of_led: OfLed) -> Gradients:
-    """Compute the gradients of queries, keys and sums of gates.
+def intra_gradients(
+    chunks: Chunks, decays: Decays, products: ProductGradients, _: Tensor, decayed: DecayedGradients
+) -> ChunkGradients:
+    """Compute the gradients of queries, keys and sums of g.
 
-    A sum enters as that of a later token, or as that of an earlier one, so that its gradient is what the gradients of
-    later tokens make with them, less what those of earlier ones do. These go from the chunk down to single tokens: a
-    level adds what its pairs give.
+    A token's sum enters with a plus where the token is the later one of a pair, and with a minus where it is the
+    earlier one. So its gradient is the product of queries and keys with their gradients as later tokens, less that of
+    keys with their gradients as earlier ones. These are computed from the halves of a chunk down to single tokens: each
+    level adds the pairs that it parts.
 
     Args:
         chunks: the tokens.
-        decays: of them.
-        of_products: the gradients of products.
-        of_led: those of keys and queries with their decays; that of βlK is written over.
+        decays: their decays.
+        products: the gradients of products.
+        decayed: the gradients of queries and keys with their decays; that of ``k_beta_to_end`` is written over.
     """
     query, key, beta = chunks.query, chunks.key, chunks.beta
-    weights = torch.stack((of_products.keys * -beta.transpose(-1, -2), of_products.queries * beta.transpose(-1, -2)), 2)
-    masks, tiles = [*_masks(key)], weights.unsqueeze(1)
-    levels = [_tokens(chunks)]
-    carried = [_carried(levels[0])]
-    first_decays = levels[0].whole
+    d_products = torch.stack((products.neg_kk * -beta.transpose(-1, -2), products.qk * beta.transpose(-1, -2)), 2)
+    masks, tiles = [*_halving_masks(key)], d_products.unsqueeze(1)
+    levels = [_token_level(chunks)]
+    extensions = [_extension(levels[0])]
+    token_decay = levels[0].half_decay
     while 2 * levels[-1].size < CHUNK:
-        levels.append(_joined(levels[-1], carried[-1]))
-        carried.append(_carried(levels[-1]))
-    later, earlier = torch.stack((of_led.key, of_led.query), 2), None
-    signs = torch.arange(-1, 2, 2, dtype=key.dtype, device=key.device).unsqueeze(-1)  # that of keys is of -eK
-    carried[-1] = carried[-1]._replace(later=carried[-1].later * signs)
+        levels.append(_extend(levels[-1], extensions[-1]))
+        extensions.append(_extension(levels[-1]))
+    as_later, as_earlier = torch.stack((decayed.neg_key, decayed.query), 2), None
+    signs = torch.arange(-1, 2, 2, dtype=key.dtype, device=key.device).unsqueeze(-1)  # -1 for keys, 1 for queries
+    extensions[-1] = extensions[-1]._replace(from_start=extensions[-1].from_start * signs)
     while levels:
-        level, carry, mask = levels.pop(), carried.pop(), masks.pop()
+        level, extension, mask = levels.pop(), extensions.pop(), masks.pop()
         if level.tile < tiles.shape[-1]:
-            tiles = _in_smaller_tiles(tiles)
+            tiles = _split_tiles(tiles)
         pairs = (tiles * mask[: level.tile, None, : level.tile]).flatten(2, 3).flatten(0, 1)
-        of_rows, of_columns = torch.bmm(pairs, level.columns()), torch.bmm(pairs.transpose(-1, -2), level.rows())
-        later = _plus_carried(of_rows.view(later.shape), later, carry.later)
-        of_columns = of_columns.view(key.shape)
-        earlier = of_columns if earlier is None else _plus_carried(of_columns, earlier, carry.earlier)
-    later = later * first_decays.unsqueeze(2)
-    later_key, later_query = (x.contiguous() for x in later.unbind(2))
-    sums = (query * later_query).addcmul_(key, later_key - earlier)
-    alone = weights[:, :, 1].diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # a token with itself: no gate has part in it
-    trailed = of_led.trailed.mul_(decays.trail)
-    grad_key = earlier.add_(later_key).addcmul_(query, alone).addcmul_(trailed, beta)
-    kept = trailed.mul_(key)
-    of_beta = kept.sum(-1, keepdim=True)
-    return Gradients(later_query.addcmul_(key, alone), grad_key, sums, of_beta, kept.mul_(beta))
+        d_rows, d_columns = torch.bmm(pairs, level.columns()), torch.bmm(pairs.transpose(-1, -2), level.rows())
+        as_later = _add_extended(d_rows.view(as_later.shape), as_later, extension.from_start)
+        d_columns = d_columns.view(key.shape)
+        as_earlier = d_columns if as_earlier is None else _add_extended(d_columns, as_earlier, extension.to_end)
+    as_later = as_later * token_decay.unsqueeze(2)
+    key_as_later, query_as_later = (x.contiguous() for x in as_later.unbind(2))
+    d_cumsum = (query * query_as_later).addcmul_(key, key_as_later - as_earlier)
+    on_diagonal = d_products[:, :, 1].diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # a token with itself, without a decay
+    to_end = decayed.k_beta_to_end.mul_(decays.to_end)
+    d_key = as_earlier.add_(key_as_later).addcmul_(query, on_diagonal).addcmul_(to_end, beta)
+    d_beta_terms = to_end.mul_(key)
+    d_beta = d_beta_terms.sum(-1, keepdim=True)
+    d_query = query_as_later.addcmul_(key, on_diagonal)
+    return ChunkGradients(d_query, d_key, d_cumsum, d_beta, d_beta_terms.mul_(beta))
 
 
-def _tokens(chunks: Chunks) -> _Level:
-    """Return the level of single tokens, each of which is a half."""
-    whole = _first_decays(chunks.gates)
-    later = torch.stack((chunks.key, chunks.query), 2) * whole.unsqueeze(2)
-    return _Level(1, later, chunks.key, whole)
+def _token_level(chunks: Chunks) -> _Level:
+    """Return the level in which each token is a half."""
+    decay = _token_decay(chunks.log_decays)
+    from_start = torch.stack((chunks.key, chunks.query), 2) * decay.unsqueeze(2)
+    return _Level(1, from_start, chunks.key, decay)
 
 
-def _carried(level: _Level) -> _Carried:
-    """Compute what takes the decays of a level to those of the next one."""
-    first, second = (x.contiguous() for x in level.whole.unflatten(1, (-1, 2)).unbind(2))
-    one, other = torch.eye(2, dtype=first.dtype, device=first.device).unsqueeze(-1).unbind()
-    later = torch.addcmul(one, other, first.unsqueeze(2))  # 1, and the decay
-    earlier = torch.addcmul(other, one, second.unsqueeze(2))
-    return _Carried(later[:, :, :, None, None], earlier[:, :, :, None], first * second)
+def _extension(level: _Level) -> _Extension:
+    """Compute the factors from the decays of a level to those of the next one."""
+    first, second = (x.contiguous() for x in level.half_decay.unflatten(1, (-1, 2)).unbind(2))
+    one_zero, zero_one = torch.eye(2, dtype=first.dtype, device=first.device).unsqueeze(-1).unbind()
+    from_start = torch.addcmul(one_zero, zero_one, first.unsqueeze(2))  # 1, and the decay
+    to_end = torch.addcmul(zero_one, one_zero, second.unsqueeze(2))  # the decay, and 1
+    return _Extension(from_start[:, :, :, None, None], to_end[:, :, :, None], first * second)
 
 
-def _joined(level: _Level, carried: _Carried) -> _Level:
-    """Return the level of halves that are pairs of a level's."""
+def _extend(level: _Level, extension: _Extension) -> _Level:
+    """Return the level of halves of twice the size."""
     by_half = (-1, 2, level.size)
-    later = (level.later.unflatten(1, by_half) * carried.later).flatten(1, 3)
-    earlier = (level.earlier.unflatten(1, by_half) * carried.earlier).flatten(1, 3)
-    return _Level(2 * level.size, later, earlier, carried.whole)
+    from_start = (level.from_start.unflatten(1, by_half) * extension.from_start).flatten(1, 3)
+    to_end = (level.to_end.unflatten(1, by_half) * extension.to_end).flatten(1, 3)
+    return _Level(2 * level.size, from_start, to_end, extension.half_decay)
 
 
-def _plus_carried(own: Tensor, above: Tensor, factor: Tensor) -> Tensor:
-    """Add to the gradients that the pairs of a level give those of the level above it, times the decays to there."""
+def _add_extended(own: Tensor, larger: Tensor, factor: Tensor) -> Tensor:
+    """Add to the gradients of a level those of the level with larger halves, times the factors between the two."""
     by_half = (factor.shape[1], 2, -1)
-    own.unflatten(1, by_half).addcmul_(above.unflatten(1, by_half), factor)
+    own.unflatten(1, by_half).addcmul_(larger.unflatten(1, by_half), factor)
     return own
 
 
-def _first_decays(gates: Gates) -> Tensor:
-    """Compute the decays of single tokens, ``[M, C, K]``; nothing is left of what comes before a sequence."""
-    each = gates.each.exp()
-    if gates.bounds is None:
-        return each
-    same, carried, _ = gates.bounds
-    behind = same.diagonal(-1, dim1=-2, dim2=-1)[:, :, None, :, None]  # whether a token belongs to that before it
-    first = ~torch.cat([carried[..., :1, :], behind], 3)
-    return each.unflatten(0, (*same.shape[:2], -1)).masked_fill_(first, 0).flatten(0, 2)
+def _token_decay(log_decays: LogDecays) -> Tensor:
+    """Compute the decays of single tokens, ``[M, C, K]``; zero where a sequence begins."""
+    decay = log_decays.g.exp()
+    if log_decays.masks is None:
+        return decay
+    same, reads_state, _ = log_decays.masks
+    continues = same.diagonal(-1, dim1=-2, dim2=-1)[:, :, None, :, None]  # the sequence of the token before
+    begins = ~torch.cat([reads_state[..., :1, :], continues], 3)
+    return decay.unflatten(0, (*same.shape[:2], -1)).masked_fill_(begins, 0).flatten(0, 2)
 
 
-def _masks(like: Tensor) -> Tensor:
-    """Return for each size of halves 1 where a token of a second half meets one of the first half before it.
+def _halving_masks(like: Tensor) -> Tensor:
+    """Return, for halves of 1, 2, 4, …, 1 for a token of a second half (row) and one of the first half before it.
 
-    ``[log₂ C, C, C]``. What writes to such pairs alone is left to the AI CPU: solve_tril.py.
+    ``[log₂ C, C, C]``. They are computed from places: only the AI CPU writes to such pairs alone, solve_tril.py.
     """
     places = torch.arange(CHUNK, dtype=like.dtype, device=like.device)
     sizes = places[: CHUNK.bit_length() - 1].exp2().round().unsqueeze(-1)
     pairs = (places / (2 * sizes)).floor()
     is_second = (places / sizes).floor() - 2 * pairs
-    same = pairs.unsqueeze(2) == pairs.unsqueeze(1)
-    return same * is_second.unsqueeze(2) * (1 - is_second).unsqueeze(1)
+    same_pair = pairs.unsqueeze(2) == pairs.unsqueeze(1)
+    return same_pair * is_second.unsqueeze(2) * (1 - is_second).unsqueeze(1)
 
 
-def _in_larger_tiles(x: Tensor) -> Tensor:
+def _merge_tiles(x: Tensor) -> Tensor:
     """Put each two of ``[M, C / W, W, 2, W]`` on the diagonal of a tile, ``[M, C / 2W, 2W, 2, 2W]``."""
     eye = torch.eye(2, dtype=x.dtype, device=x.device)[:, None, None, :, None]
     return (x.unflatten(1, (-1, 2)).unsqueeze(5) * eye).flatten(5).flatten(2, 3)
 
 
-def _in_smaller_tiles(x: Tensor) -> Tensor:
+def _split_tiles(x: Tensor) -> Tensor:
     """Copy the two tiles on the diagonals of ``[M, C / 2W, 2W, 2, 2W]``, ``[M, C / W, W, 2, W]``."""
     return x.unflatten(4, (2, -1)).unflatten(2, (2, -1)).diagonal(dim1=2, dim2=5).movedim(-1, 2).flatten(1, 2)

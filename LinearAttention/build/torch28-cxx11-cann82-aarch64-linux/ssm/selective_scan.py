@@ -17,12 +17,20 @@ from .._common.arguments import check_tensors, narrowed
 from .._common.autocast import without_autocast
 from .._common.functorch import is_transformed
 from .._common.second_order import differentiable_once
-from ..utils.empty_result import empty_of
-from .elementwise_recurrence import CHUNK, before_chunks, behind_chunks, from_steps, in_steps, state_gradients, states
+from ..utils.empty_result import empty_result
+from .elementwise_recurrence import (
+    CHUNK,
+    from_steps,
+    gradients_around_chunks,
+    scan_gradients,
+    scan_states,
+    states_around_chunks,
+    to_steps,
+)
 
 BUDGET = 5 * 2**30  # bytes that the states of a segment may take while they are computed
 _THRESHOLD = 20.0  # from here on softplus(x) is x, in torch
-_AT_ONCE = 4  # tensors of all states of a segment that its backward holds: counted on fake tensors
+_LIVE_TENSORS = 4  # of the size of all states that the backward of a segment holds at once: counted on fake tensors
 
 
 def selective_scan_fn(
@@ -45,12 +53,12 @@ def selective_scan_fn(
 
     Args:
         u: ``[B, D, T]``, of a floating dtype.
-        delta: steps of time, ``[B, D, T]``.
+        delta: Δ, the sizes of the steps, ``[B, D, T]``.
         A: ``[D, N]``, below 0.
         B: ``[B, N, T]``.
         C: ``[B, N, T]``.
         D: ``[D]``, or None.
-        z: a gate, ``[B, D, T]``, or None.
+        z: its SiLU multiplies the results, ``[B, D, T]``, or None.
         delta_bias: what is added to delta, ``[D]``, or None.
         delta_softplus: whether softplus is taken of the sum.
         return_last_state: whether the state behind the last token is returned too.
@@ -63,19 +71,19 @@ def selective_scan_fn(
         TypeError: an argument is not floating point.
     """
     _check(u, delta, A, B, C, D, z, delta_bias)
-    given = [narrowed(x) for x in (u, delta, z, B, C, A, D, delta_bias)]
-    turned = (None if x is None else x.transpose(1, 2) for x in given[:5])
+    arguments = [narrowed(x) for x in (u, delta, z, B, C, A, D, delta_bias)]
+    tokens_first = (None if x is None else x.transpose(1, 2) for x in arguments[:5])
     if u.numel():
         with without_autocast(u):
-            out, state = _scan(Given(*turned, *given[5:]), delta_softplus)
+            out, state = _scan(Arguments(*tokens_first, *arguments[5:]), delta_softplus)
         out = out.transpose(1, 2)
     else:
-        out = empty_of(*given, shape=u.shape, dtype=given[0].dtype)
+        out = empty_result(*arguments, shape=u.shape, dtype=arguments[0].dtype)
         state = out.new_zeros((u.shape[0], *A.shape), dtype=torch.float32) + out.float().sum()
     return (out, state) if return_last_state else out
 
 
-class Given(NamedTuple):
+class Arguments(NamedTuple):
     """Holds the arguments, with tokens before channels: u, delta and z ``[B, T, D]``, B and C ``[B, T, N]``."""
 
     u: Tensor
@@ -89,172 +97,173 @@ class Given(NamedTuple):
 
 
 class _Steps:
-    """Holds the tokens of a segment in the steps of elementwise_recurrence.py, with what they decay and add."""
+    """Holds the tokens of a segment in the steps of elementwise_recurrence.py, with their decays."""
 
-    def __init__(self, given: Given, softplus: bool) -> None:
-        self.A, self.length = given.A.float(), given.u.shape[1]
-        delta = given.delta.float()
-        self.raw = delta if given.bias is None else delta + given.bias.float()
-        delta = nn.functional.softplus(self.raw, threshold=_THRESHOLD) if softplus else self.raw
-        self.delta, self.u, self.B, self.C = (in_steps(x) for x in (delta, given.u, given.B, given.C))
+    def __init__(self, arguments: Arguments, softplus: bool) -> None:
+        self.A, self.length = arguments.A.float(), arguments.u.shape[1]
+        delta = arguments.delta.float()
+        self.raw_delta = delta if arguments.bias is None else delta + arguments.bias.float()
+        delta = nn.functional.softplus(self.raw_delta, threshold=_THRESHOLD) if softplus else self.raw_delta
+        self.delta, self.u, self.B, self.C = (to_steps(x) for x in (delta, arguments.u, arguments.B, arguments.C))
         self.decays = (self.delta.unsqueeze(-1) * self.A).exp_()
-        self.whole = (self.delta.sum(0).unsqueeze(-1) * self.A).exp_()
+        self.chunk_decay = (self.delta.sum(0).unsqueeze(-1) * self.A).exp_()
 
-    def added(self) -> Tensor:
+    def updates(self) -> Tensor:
         """Compute ``Δ B u``, ``[C, n, B, D, N]``."""
         return (self.delta * self.u).unsqueeze(-1) * self.B.unsqueeze(-2)
 
-    def read(self, walked: Tensor) -> Tensor:
-        """Compute ``C h`` of states, ``[B, T, D]``."""
-        return from_steps(_product(walked[1:], self.C.unsqueeze(-1)).squeeze(-1), self.length)
+    def outputs(self, states: Tensor) -> Tensor:
+        """Compute ``C h``, ``[B, T, D]``, of the states before the first token of a chunk and behind each token."""
+        return from_steps(_batched_matmul(states[1:], self.C.unsqueeze(-1)).squeeze(-1), self.length)
 
 
-def _scan(given: Given, softplus: bool) -> tuple[Tensor, Tensor]:
-    if is_transformed():  # torch.func has rules for all that is in it
-        out, around = _forward(given, softplus)
-        return out, around[-1][-1]
-    return _SelectiveScan.apply(*given, softplus)
+def _scan(arguments: Arguments, softplus: bool) -> tuple[Tensor, Tensor]:
+    if is_transformed():  # a node of autograd would be opaque to torch.func, and torch's operators are not
+        out, chunk_states = _forward(arguments, softplus)
+        return out, chunk_states[-1][-1]
+    return _SelectiveScan.apply(*arguments, softplus)
 
 
 class _SelectiveScan(torch.autograd.Function):
-    """Keeps the arguments as they were given, and the states between chunks."""
+    """Saves the arguments as they were given, and the states between chunks."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        *tensors, softplus = arguments
-        out, around = _forward(Given(*tensors), softplus)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        *tensors, softplus = inputs
+        out, chunk_states = _forward(Arguments(*tensors), softplus)
         if any(ctx.needs_input_grad):
-            ctx.save_for_backward(*tensors, *around)
+            ctx.save_for_backward(*tensors, *chunk_states)
             ctx.softplus = softplus
         ctx.set_materialize_grads(False)
-        return out, around[-1][-1].clone()
+        return out, chunk_states[-1][-1].clone()
 
     @staticmethod
     @differentiable_once
     def backward(
         ctx: Any, saved: tuple[Tensor, ...], grad: Tensor | None, grad_state: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        count = len(Given._fields)
-        given, around = Given(*saved[:count]), saved[count:]
-        wanted = Given(*ctx.needs_input_grad[:count])
-        grad = torch.zeros_like(given.u) if grad is None else grad
-        grad_state = torch.zeros_like(around[-1][-1]) if grad_state is None else grad_state
-        found: list[Given] = []
-        for part, before in reversed(list(zip(_segments(given), around))):
+        count = len(Arguments._fields)
+        arguments, chunk_states = Arguments(*saved[:count]), saved[count:]
+        wanted = Arguments(*ctx.needs_input_grad[:count])
+        grad = torch.zeros_like(arguments.u) if grad is None else grad
+        grad_state = torch.zeros_like(chunk_states[-1][-1]) if grad_state is None else grad_state
+        found: list[Arguments] = []
+        for part, states in reversed(list(zip(_segments(arguments), chunk_states))):
             grads, grad_state = _backward(
-                _of(given, part), ctx.softplus, before[:-1], grad[:, part].contiguous(), grad_state, wanted
+                _segment(arguments, part), ctx.softplus, states[:-1], grad[:, part].contiguous(), grad_state, wanted
             )
             found.insert(0, grads)
-        results = (_joined(name, [getattr(one, name) for one in found]) for name in Given._fields)
-        return *(x if x is None else x.to(y.dtype) for x, y in zip(results, given)), None
+        results = (_join_segments(name, [getattr(one, name) for one in found]) for name in Arguments._fields)
+        return *(x if x is None else x.to(y.dtype) for x, y in zip(results, arguments)), None
 
 
-def _forward(given: Given, softplus: bool) -> tuple[Tensor, list[Tensor]]:
+def _forward(arguments: Arguments, softplus: bool) -> tuple[Tensor, list[Tensor]]:
     """Compute the results, and of each segment the states around its chunks, ``[n + 1, B, D, N]``."""
     results: list[Tensor] = []
-    around: list[Tensor] = []
-    state = given.u.new_zeros((given.u.shape[0], *given.A.shape), dtype=torch.float32)
-    for part in _segments(given):
-        own = _of(given, part)
-        steps = _Steps(own, softplus)
-        added = steps.added()
-        around.append(before_chunks(steps.decays, added, steps.whole, state))
-        state = around[-1][-1]
-        y = _skipped(steps.read(states(steps.decays, added, around[-1][:-1])), own)
-        y = y if own.z is None else y * nn.functional.silu(own.z.float())
-        results.append(y.to(given.u.dtype))
-    return results[0] if len(results) == 1 else torch.cat(results, 1), around
+    chunk_states: list[Tensor] = []
+    state = arguments.u.new_zeros((arguments.u.shape[0], *arguments.A.shape), dtype=torch.float32)
+    for part in _segments(arguments):
+        segment = _segment(arguments, part)
+        steps = _Steps(segment, softplus)
+        updates = steps.updates()
+        chunk_states.append(states_around_chunks(steps.decays, updates, steps.chunk_decay, state))
+        state = chunk_states[-1][-1]
+        y = _add_skip(steps.outputs(scan_states(steps.decays, updates, chunk_states[-1][:-1])), segment)
+        y = y if segment.z is None else y * nn.functional.silu(segment.z.float())
+        results.append(y.to(arguments.u.dtype))
+    return results[0] if len(results) == 1 else torch.cat(results, 1), chunk_states
 
 
 def _backward(
-    given: Given, softplus: bool, before: Tensor, grad: Tensor, grad_state: Tensor, wanted: Given
-) -> tuple[Given, Tensor]:
+    segment: Arguments, softplus: bool, chunk_states: Tensor, grad: Tensor, grad_state: Tensor, wanted: Arguments
+) -> tuple[Arguments, Tensor]:
     """Compute the gradients of the arguments in a segment, and of the state before it.
 
     Args:
-        given: the tokens of the segment.
-        softplus: whether it is taken of the steps of time.
-        before: the states before its chunks, ``[n, B, D, N]``.
+        segment: its arguments.
+        softplus: whether it is taken of delta.
+        chunk_states: the states before its chunks, ``[n, B, D, N]``.
         grad: of the results, ``[B, T, D]``.
         grad_state: of the state behind the segment, ``[B, D, N]``.
-        wanted: of what gradients are wanted.
+        wanted: which arguments need a gradient, a bool for each.
     """
-    steps = _Steps(given, softplus)
-    walked = states(steps.decays, steps.added(), before)
-    grad, of_z = grad.float(), None
-    if given.z is not None:
-        z = given.z.float()
-        of_z = torch.ops.aten.silu_backward(grad * _skipped(steps.read(walked), given), z)
+    steps = _Steps(segment, softplus)
+    states = scan_states(steps.decays, steps.updates(), chunk_states)
+    grad, d_z = grad.float(), None
+    if segment.z is not None:
+        z = segment.z.float()
+        d_z = torch.ops.aten.silu_backward(grad * _add_skip(steps.outputs(states), segment), z)
         grad = grad * nn.functional.silu(z)
-    u = given.u.float()
-    in_grad = in_steps(grad)
-    own = in_grad.unsqueeze(-1) * steps.C.unsqueeze(-2)
-    around = behind_chunks(steps.decays, own, steps.whole, grad_state)
-    of_states = state_gradients(steps.decays, own, around[1:])
-    del own
-    of_added = _product(of_states, steps.B.unsqueeze(-1)).squeeze(-1)  # Δ u
-    of_b = _product((steps.delta * steps.u).unsqueeze(-2), of_states).squeeze(-2)
-    of_c = _product(in_grad.unsqueeze(-2), walked[1:]).squeeze(-2)
-    of_exponents = steps.decays.mul_(walked[:-1]).mul_(of_states)
-    of_a = (of_exponents * steps.delta.unsqueeze(-1)).sum((0, 1, 2)) if wanted.A else None
-    of_delta = torch.addcmul((of_exponents * steps.A).sum(-1), of_added, steps.u)
-    of_delta = from_steps(of_delta, steps.length)
-    of_delta = torch.ops.aten.softplus_backward(of_delta, steps.raw, 1.0, _THRESHOLD) if softplus else of_delta
-    of_u = from_steps(of_added * steps.delta, steps.length)
-    return Given(
-        u=of_u if given.D is None else torch.addcmul(of_u, grad, given.D.float()),
-        delta=of_delta,
-        z=of_z,
-        B=from_steps(of_b, steps.length),
-        C=from_steps(of_c, steps.length),
-        A=of_a,
-        D=None if given.D is None else (grad * u).sum((0, 1)),
-        bias=None if given.bias is None else of_delta.sum((0, 1)),
-    ), around[0]
+    u = segment.u.float()
+    d_y = to_steps(grad)
+    d_outputs = d_y.unsqueeze(-1) * steps.C.unsqueeze(-2)
+    d_chunk_states = gradients_around_chunks(steps.decays, d_outputs, steps.chunk_decay, grad_state)
+    d_states = scan_gradients(steps.decays, d_outputs, d_chunk_states[1:])
+    del d_outputs
+    d_delta_u = _batched_matmul(d_states, steps.B.unsqueeze(-1)).squeeze(-1)
+    d_b = _batched_matmul((steps.delta * steps.u).unsqueeze(-2), d_states).squeeze(-2)
+    d_c = _batched_matmul(d_y.unsqueeze(-2), states[1:]).squeeze(-2)
+    d_exponents = steps.decays.mul_(states[:-1]).mul_(d_states)  # of Δ A
+    d_a = (d_exponents * steps.delta.unsqueeze(-1)).sum((0, 1, 2)) if wanted.A else None
+    d_delta = torch.addcmul((d_exponents * steps.A).sum(-1), d_delta_u, steps.u)
+    d_delta = from_steps(d_delta, steps.length)
+    d_delta = torch.ops.aten.softplus_backward(d_delta, steps.raw_delta, 1.0, _THRESHOLD) if softplus else d_delta
+    d_u = from_steps(d_delta_u * steps.delta, steps.length)
+    return Arguments(
+        u=d_u if segment.D is None else torch.addcmul(d_u, grad, segment.D.float()),
+        delta=d_delta,
+        z=d_z,
+        B=from_steps(d_b, steps.length),
+        C=from_steps(d_c, steps.length),
+        A=d_a,
+        D=None if segment.D is None else (grad * u).sum((0, 1)),
+        bias=None if segment.bias is None else d_delta.sum((0, 1)),
+    ), d_chunk_states[0]
 
 
-def _segments(given: Given) -> Iterator[slice]:
-    """Give the tokens in segments of whole chunks whose states stay below the budget."""
-    batch, length = given.u.shape[:2]
-    step = CHUNK * max(1, BUDGET // max(1, 4 * _AT_ONCE * CHUNK * batch * given.A.numel()))
+def _segments(arguments: Arguments) -> Iterator[slice]:
+    """Split the tokens into segments of whole chunks whose states stay below the budget."""
+    batch, length = arguments.u.shape[:2]
+    step = CHUNK * max(1, BUDGET // max(1, 4 * _LIVE_TENSORS * CHUNK * batch * arguments.A.numel()))
     start = 0
     while start < length:  # a range would tie a graph to one length
         yield slice(start, start + step)
         start += step
 
 
-def _of(given: Given, part: slice) -> Given:
-    """Return the arguments of a segment, turned once: operators would copy what is strided again and again."""
-    u, delta, z, b, c = (None if x is None else x[:, part].contiguous() for x in given[:5])
-    return Given(u, delta, z, b, c, *given[5:])  # type: ignore[arg-type]
+def _segment(arguments: Arguments, part: slice) -> Arguments:
+    """Return the arguments of a segment, contiguous: each operator would copy again what is strided."""
+    u, delta, z, b, c = (None if x is None else x[:, part].contiguous() for x in arguments[:5])
+    return Arguments(u, delta, z, b, c, *arguments[5:])  # type: ignore[arg-type]
 
 
-def _joined(name: str, parts: list[Tensor | None]) -> Tensor | None:
-    """Join what segments have of a gradient: of tokens one after the other, of others the sum."""
+def _join_segments(name: str, parts: list[Tensor | None]) -> Tensor | None:
+    """Join the gradients of one argument from all segments: one behind the other, or their sum if it has no tokens."""
     if parts[0] is None or len(parts) == 1:
         return parts[0]
     return torch.cat(parts, 1) if name in ("u", "delta", "z", "B", "C") else sum(parts)  # type: ignore[arg-type]
 
 
-def _skipped(y: Tensor, given: Given) -> Tensor:
-    return y if given.D is None else torch.addcmul(y, given.u.float(), given.D.float())
+def _add_skip(y: Tensor, arguments: Arguments) -> Tensor:
+    """Add ``D u``."""
+    return y if arguments.D is None else torch.addcmul(y, arguments.u.float(), arguments.D.float())
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def _batched_matmul(left: Tensor, right: Tensor) -> Tensor:
     """Multiply the matrices in the last two dimensions."""
     return torch.bmm(left.flatten(0, 2), right.flatten(0, 2)).unflatten(0, left.shape[:3])
 
 
 def _check(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *others: Tensor | None) -> None:
-    """Raise what the function says of arguments that do not fit."""
+    """Raise what :func:`selective_scan_fn` documents, for arguments that do not fit."""
     named = dict(zip(("u", "delta", "A", "B", "C", "D", "z", "delta_bias"), (u, delta, A, B, C, *others)))
     check_tensors(**named)
     known = {name: x for name, x in named.items() if x is not None}
     fits = u.dim() == 3 and A.dim() == 2 and A.shape[0] == u.shape[1]
     if fits:
         batch, channels, length = u.shape
-        tokens, of_states, each = (batch, channels, length), (batch, A.shape[1], length), (channels,)
-        shapes = {"delta": tokens, "z": tokens, "B": of_states, "C": of_states, "D": each, "delta_bias": each}
+        tokens, projections, each = (batch, channels, length), (batch, A.shape[1], length), (channels,)
+        shapes = {"delta": tokens, "z": tokens, "B": projections, "C": projections, "D": each, "delta_bias": each}
         fits = all(known[name].shape == shape for name, shape in shapes.items() if name in known)
     if not fits:
         found = ", ".join(f"{name} {list(x.shape)}" for name, x in known.items())

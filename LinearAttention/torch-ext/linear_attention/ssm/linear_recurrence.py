@@ -1,6 +1,6 @@
 """The recurrence ``h⁺ = a h + b`` of every channel by itself, as in Griffin's real-gated linear recurrent unit.
 
-"Griffin" (arXiv 2402.19427), equation 4, without its gates.
+"Griffin" (arXiv 2402.19427), equation 4, whose decays and inputs are given.
 """
 
 from __future__ import annotations
@@ -14,8 +14,15 @@ from .._common.arguments import check_tensors, narrowed
 from .._common.autocast import without_autocast
 from .._common.functorch import is_transformed
 from .._common.second_order import differentiable_once
-from ..utils.empty_result import empty_of
-from .elementwise_recurrence import before_chunks, behind_chunks, from_steps, in_steps, state_gradients, states
+from ..utils.empty_result import empty_result
+from .elementwise_recurrence import (
+    from_steps,
+    gradients_around_chunks,
+    scan_gradients,
+    scan_states,
+    states_around_chunks,
+    to_steps,
+)
 
 
 def linear_recurrence(decays: Tensor, added: Tensor, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -42,13 +49,13 @@ def linear_recurrence(decays: Tensor, added: Tensor, initial_state: Tensor | Non
         initial_state = added.new_zeros((added.shape[0], added.shape[2]), dtype=torch.float32)
     decays, added, initial_state = (narrowed(x) for x in (decays, added, initial_state))  # type: ignore[assignment]
     if not added.numel():
-        out = empty_of(decays, added, initial_state, shape=added.shape, dtype=added.dtype)
+        out = empty_result(decays, added, initial_state, shape=added.shape, dtype=added.dtype)
         return out, initial_state.float() + out.float().sum()
     with without_autocast(added):
         if added.shape[1] == 1:  # a step of decoding
             state = torch.addcmul(added[:, 0].float(), decays[:, 0].float(), initial_state.float())
             return state.to(added.dtype).unsqueeze(1), state
-        if is_transformed():  # torch.func has rules for all that is in it
+        if is_transformed():  # a node of autograd would be opaque to torch.func, and torch's operators are not
             return _forward(decays, added, initial_state)[:2]
         return _LinearRecurrence.apply(decays, added, initial_state)
 
@@ -71,48 +78,48 @@ class _BoundedSqrt(torch.autograd.Function):
 
 
 class _LinearRecurrence(torch.autograd.Function):
-    """Keeps the arguments as they were given, and the states between chunks."""
+    """Saves the arguments as they were given, and the states between chunks."""
 
     @staticmethod
     def forward(ctx: Any, decays: Tensor, added: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        found, last, around = _forward(decays, added, state)
-        ctx.save_for_backward(decays, added, around)
+        out, last, chunk_states = _forward(decays, added, state)
+        ctx.save_for_backward(decays, added, chunk_states)
         ctx.state_dtype = state.dtype
         ctx.set_materialize_grads(False)
-        return found, last
+        return out, last
 
     @staticmethod
     @differentiable_once
     def backward(
         ctx: Any, saved: tuple[Tensor, ...], grad: Tensor | None, grad_last: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        decays, added, around = saved
-        own = in_steps(torch.zeros_like(added) if grad is None else grad)
-        grad_last = torch.zeros_like(around[-1]) if grad_last is None else grad_last
-        a, b, whole = _steps(decays, added)
-        behind = behind_chunks(a, own, whole, grad_last)
-        found = state_gradients(a, own, behind[1:])
-        of_decays = found * states(a, b, around[:-1])[:-1]
-        of_tokens = (from_steps(x, added.shape[1]) for x in (of_decays, found))
-        of_decays, of_added = (x.to(given.dtype) for x, given in zip(of_tokens, (decays, added)))
-        return of_decays, of_added, behind[0].to(ctx.state_dtype)
+        decays, added, chunk_states = saved
+        grads = to_steps(torch.zeros_like(added) if grad is None else grad)
+        grad_last = torch.zeros_like(chunk_states[-1]) if grad_last is None else grad_last
+        a, b, chunk_decay = _steps(decays, added)
+        d_chunk_states = gradients_around_chunks(a, grads, chunk_decay, grad_last)
+        d_states = scan_gradients(a, grads, d_chunk_states[1:])
+        d_decays = d_states * scan_states(a, b, chunk_states[:-1])[:-1]
+        d_tokens = (from_steps(x, added.shape[1]) for x in (d_decays, d_states))
+        d_decays, d_added = (x.to(tensor.dtype) for x, tensor in zip(d_tokens, (decays, added)))
+        return d_decays, d_added, d_chunk_states[0].to(ctx.state_dtype)
 
 
 def _forward(decays: Tensor, added: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    a, b, whole = _steps(decays, added)
-    around = before_chunks(a, b, whole, state.float())
-    found = from_steps(states(a, b, around[:-1])[1:], added.shape[1])
-    return found.to(added.dtype), around[-1].clone(), around
+    a, b, chunk_decay = _steps(decays, added)
+    chunk_states = states_around_chunks(a, b, chunk_decay, state.float())
+    states = from_steps(scan_states(a, b, chunk_states[:-1])[1:], added.shape[1])
+    return states.to(added.dtype), chunk_states[-1].clone(), chunk_states
 
 
 def _steps(decays: Tensor, added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Bring tokens into steps; what fills up the last chunk leaves a state as it is."""
-    a = in_steps(decays, 1.0)
-    return a, in_steps(added), a.prod(0)
+    """Return decays and inputs in steps, and the decays over chunks; padded tokens leave a state as it is."""
+    a = to_steps(decays, 1.0)
+    return a, to_steps(added), a.prod(0)
 
 
 def _check(decays: Tensor, added: Tensor, state: Tensor | None) -> None:
-    """Raise what the function says of arguments that do not fit."""
+    """Raise what :func:`linear_recurrence` documents, for arguments that do not fit."""
     check_tensors(decays=decays, added=added, initial_state=state)
     fits = added.dim() == 3 and decays.shape == added.shape
     if not fits or (state is not None and state.shape != (added.shape[0], added.shape[2])):

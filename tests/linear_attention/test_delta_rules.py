@@ -57,7 +57,7 @@ def truth(tensors: list[Tensor], weights: list[Tensor], normalised: bool) -> lis
     return results_and_gradients(function, [x.double() for x in tensors], [w.double() for w in weights])
 
 
-@pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
+@pytest.mark.parametrize("by_channel", [False, True], ids=["gdn", "kda"])
 @given(length=lengths, heads=st.sampled_from([(1, 1, 8, 8), (2, 2, 16, 8), (1, 3, 8, 12)]), case=cases, data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_results_states_and_gradients_are_as_near_to_float64_as_those_of_transformers(
@@ -94,7 +94,7 @@ def strided(x: Tensor, apart: bool) -> Tensor:
     return torch.stack([x, torch.full_like(x, float("nan"))], -1)[..., 0] if apart else x
 
 
-@pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
+@pytest.mark.parametrize("by_channel", [False, True], ids=["gdn", "kda"])
 @pytest.mark.parametrize("normalised", [False, True])
 def test_betas_of_two_keep_the_length_of_what_they_turn(kernel: ModuleType, by_channel: bool, normalised: bool) -> None:
     """With beta 2 and keys of length one each step is a reflection: errors do not grow, as float64 shows."""
@@ -108,7 +108,7 @@ def test_betas_of_two_keep_the_length_of_what_they_turn(kernel: ModuleType, by_c
     assert all(away(ours, wanted) <= 1000 * 2.0**-24 for ours, wanted in zip(found, exact))
 
 
-@pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
+@pytest.mark.parametrize("by_channel", [False, True], ids=["gdn", "kda"])
 @pytest.mark.parametrize("alike", [True, False], ids=["one gate", "other gates"])
 @pytest.mark.parametrize("length", [1, 130, 192])
 def test_the_gradient_of_gates_is_as_near_as_that_of_transformers_where_little_is_left_of_it(
@@ -133,7 +133,7 @@ def test_the_gradient_of_gates_is_as_near_as_that_of_transformers_where_little_i
         assert ours <= (64 * -g[row].min() * 2.0**-24 + ROUNDINGS) * exact[row].norm()
 
 
-@pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
+@pytest.mark.parametrize("by_channel", [False, True], ids=["gdn", "kda"])
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_token_after_another_is_the_recurrence(kernel: ModuleType, by_channel: bool, state: bool, dtype) -> None:
@@ -176,7 +176,7 @@ def test_arguments_that_do_not_fit_are_refused(kernel: ModuleType, change: dict,
         kernel.chunk_gated_delta_rule(**{name: torch.zeros(shape) for name, shape in shapes.items()})
 
 
-@pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
+@pytest.mark.parametrize("by_channel", [False, True], ids=["gdn", "kda"])
 def test_no_token_leaves_the_state_as_it_was(kernel: ModuleType, by_channel: bool) -> None:
     tensors, state = draw(0, (1, 0, 1, 2, 4, 6), by_channel), torch.randn(1, 2, 4, 6)
     out, last = getattr(kernel, FUNCTIONS[by_channel])(*tensors, initial_state=state, output_final_state=True)

@@ -18,7 +18,7 @@ from tests.support.swapped import results
 SIZES = {"hidden_size": 32, "linear_num_heads": 3, "linear_head_dim": 16}
 
 
-def original(dtype: torch.dtype, of_gates: torch.dtype) -> KimiLinearForgetGate:
+def original(dtype: torch.dtype, gate_dtype: torch.dtype) -> KimiLinearForgetGate:
     """One of transformers, whose gates forget nothing, some, and nearly everything."""
     torch.manual_seed(5)
     gate = KimiLinearForgetGate(KimiLinearConfig(**SIZES))
@@ -27,7 +27,7 @@ def original(dtype: torch.dtype, of_gates: torch.dtype) -> KimiLinearForgetGate:
     gate.dt_bias.data = torch.linspace(-25, 25, 48)
     gate.to(dtype)
     for name in ("dt_bias", "A_log"):
-        setattr(gate, name, torch.nn.Parameter(getattr(gate, name).to(of_gates)))
+        setattr(gate, name, torch.nn.Parameter(getattr(gate, name).to(gate_dtype)))
     return gate
 
 
@@ -43,15 +43,15 @@ def exact(gate: KimiLinearForgetGate, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "of_gates"),
+    ("dtype", "gate_dtype"),
     [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)],
 )
 def test_values_and_gradients_are_no_further_from_float64_than_the_originals(
-    kernel: ModuleType, dtype, of_gates
+    kernel: ModuleType, dtype, gate_dtype
 ) -> None:
     """Beside 1e-6: sums of float32 in another order."""
-    own = original(dtype, of_gates)
-    ours = original(dtype, of_gates).npu()
+    own = original(dtype, gate_dtype)
+    ours = original(dtype, gate_dtype).npu()
     ours.forward = MethodType(kernel.layers.ForgetGate.forward, ours)
     x = torch.randn(2, 7, 32).to(dtype)
     for found, other, truth in zip(results(ours, x.npu()), results(own, x), exact(own, x), strict=True):
@@ -124,9 +124,9 @@ def test_it_keeps_what_it_is_given_and_what_it_gives(kernel: ModuleType) -> None
 def test_a_step_moves_half_of_what_the_originals_does(kernel: ModuleType) -> None:
     """Beside the products of its projections, which are the same; and launches eight times less."""
 
-    def cost(of_kernel: bool) -> Cost:
+    def cost(with_kernel: bool) -> Cost:
         gate = original(torch.bfloat16, torch.bfloat16).npu()
-        if of_kernel:
+        if with_kernel:
             gate.forward = MethodType(kernel.layers.ForgetGate.forward, gate)
         x = torch.randn(1, 500, 32, dtype=torch.bfloat16).npu().requires_grad_()
         with Cost() as found:

@@ -1,7 +1,7 @@
 """Sequences packed into one row: each gives what it gives alone."""
 
 import itertools
-import sys
+from importlib import import_module
 from types import ModuleType
 
 import pytest
@@ -28,11 +28,11 @@ def rounded_decays(g: torch.Tensor) -> float:
     return 2 * 2.0**-24 * max(float(chunk.sum(1).abs().max()) for chunk in g.split(64, 1))
 
 
-def ends_of(lengths: list[int]) -> list[int]:
+def cu_seqlens_from(lengths: list[int]) -> list[int]:
     return [0, *itertools.accumulate(lengths)]
 
 
-@pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
+@pytest.mark.parametrize("by_channel", [False, True], ids=["gdn", "kda"])
 @given(
     lengths=st.lists(st.one_of(st.integers(1, 9), st.sampled_from([0, 63, 64, 65, 70])), min_size=1, max_size=6),
     gates=st.sampled_from(["small", "large"]),
@@ -46,7 +46,7 @@ def ends_of(lengths: list[int]) -> list[int]:
 def test_a_sequence_gives_what_it_gives_alone(
     kernel: ModuleType, by_channel: bool, lengths: list[int], gates: str, by_number: bool, budget: int | None, seed: int
 ) -> None:
-    ends = ends_of(lengths)
+    ends = cu_seqlens_from(lengths)
     if ends[-1] == 0:
         return
     function = getattr(kernel, FUNCTIONS[by_channel])
@@ -60,7 +60,7 @@ def test_a_sequence_gives_what_it_gives_alone(
     softnpu.reset_counters()
     with pytest.MonkeyPatch.context() as patch:
         if budget:
-            patch.setattr(sys.modules[f"{kernel.__name__}.delta_rule"], "BUDGET", budget)
+            patch.setattr(import_module(f"{kernel.__name__}.delta_rule.autograd"), "BUDGET", budget)
         out, states = function(*packed, output_final_state=True, **given, **OPTIONS)
         found = torch.autograd.grad(out, packed, weights)
     calls = softnpu.counters()
@@ -79,7 +79,7 @@ def test_a_sequence_gives_what_it_gives_alone(
             close(ours[:, start:end], wanted, tolerance)
 
 
-@pytest.mark.parametrize("by_channel", [False, True], ids=["scalar gates", "channel gates"])
+@pytest.mark.parametrize("by_channel", [False, True], ids=["gdn", "kda"])
 def test_nothing_crosses_a_bound(kernel: ModuleType, by_channel: bool) -> None:
     """Not even what is no number."""
     function = getattr(kernel, FUNCTIONS[by_channel])

@@ -1,7 +1,7 @@
 """What all recurrences promise beside their values: launches, waits, budgets, derivatives, autocast."""
 
-import sys
 from collections.abc import Callable
+from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ class Recurrence(NamedTuple):
     truth: Callable[..., tuple[Tensor, Tensor]]
     chunk: int = 64
 
-    def of(self, kernel: ModuleType, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def call(self, kernel: ModuleType, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Call it: results, and the state behind them."""
         return getattr(kernel, self.name)(*tensors, **self.options)
 
@@ -37,13 +37,13 @@ class Recurrence(NamedTuple):
         return [x.to(dtype).npu().requires_grad_() for x in self.drawn(length)]
 
 
-def of_delta_rule(name: str, by_channel: bool) -> Recurrence:
+def delta_rule_case(name: str, by_channel: bool) -> Recurrence:
     return Recurrence(name, DELTA_RULE, lambda length: draw(1, (1, length, 1, 2, 8, 8), by_channel), delta_rule)
 
 
 CHUNKED = {
-    "scalar gates": of_delta_rule("chunk_gated_delta_rule", False),
-    "channel gates": of_delta_rule("chunk_kda", True),
+    "gdn": delta_rule_case("chunk_gated_delta_rule", False),
+    "kda": delta_rule_case("chunk_kda", True),
     "scan": Recurrence(
         "selective_scan_fn",
         SCAN,
@@ -60,8 +60,8 @@ CHUNKED = {
     ),
 }
 STEPS = {
-    "a step of scalar gates": of_delta_rule("fused_recurrent_gated_delta_rule", False),
-    "a step of channel gates": of_delta_rule("fused_recurrent_kda", True),
+    "a step of gdn": delta_rule_case("fused_recurrent_gated_delta_rule", False),
+    "a step of kda": delta_rule_case("fused_recurrent_kda", True),
 }
 each_recurrence = pytest.mark.parametrize("name", CHUNKED)
 
@@ -71,11 +71,11 @@ def test_a_chunk_more_is_a_product_and_a_sum_more_in_each_direction_and_nothing_
     kernel: ModuleType, name: str
 ) -> None:
     """Nor is anything left to the host or the scalar cores; recurrences without keys have one of both."""
-    case, launches, more = CHUNKED[name], {}, 2 if "gates" in name else 1
+    case, launches, more = CHUNKED[name], {}, 2 if name in ("gdn", "kda") else 1
     for chunks in (2, 5):
         leaves = case.leaves(case.chunk * chunks)
         softnpu.reset_counters()
-        out, _ = case.of(kernel, *leaves)
+        out, _ = case.call(kernel, *leaves)
         forward = sum(softnpu.counters().values())
         out.backward(torch.ones_like(out))
         calls = softnpu.counters()
@@ -86,14 +86,14 @@ def test_a_chunk_more_is_a_product_and_a_sum_more_in_each_direction_and_nothing_
     assert launches[5][1] - launches[2][1] == more * 6
 
 
-@pytest.mark.parametrize("name", ["scalar gates", "channel gates", "scan"])
+@pytest.mark.parametrize("name", ["gdn", "kda", "scan"])
 def test_segments_of_a_smaller_budget_give_the_same(kernel: ModuleType, monkeypatch, name: str) -> None:
     case, found = CHUNKED[name], []
-    module = sys.modules[f"{kernel.__name__}.{'selective_scan' if name == 'scan' else 'delta_rule'}"]
+    module = import_module(f"{kernel.__name__}.{'ssm.selective_scan' if name == 'scan' else 'delta_rule.autograd'}")
     for budget in (module.BUDGET, 1):
         monkeypatch.setattr(module, "BUDGET", budget)
         leaves = case.leaves(200)
-        found.append(results(case.of(kernel, *leaves), leaves))
+        found.append(results(case.call(kernel, *leaves), leaves))
     # the host takes ``exp`` of what is left over of a tensor in another way than of the rest
     allowed = ROUNDINGS if name == "scan" else 0
     for at_once, by_parts in zip(*found):
@@ -111,11 +111,11 @@ def test_torch_func_has_gradients_of_gradients_and_autograd_refuses_them(kernel:
         grad = torch.func.grad(lambda x: function(x, *others)[0].square().sum())(first)
         return grad.square().sum()
 
-    found = torch.func.grad(lambda x: norm(lambda *given: case.of(kernel, *given), x, *others))(first)
+    found = torch.func.grad(lambda x: norm(lambda *given: case.call(kernel, *given), x, *others))(first)
     exact = [x.cpu().double() for x in others]
     wanted = torch.func.grad(lambda x: norm(case.truth, x, *exact))(first.cpu().double())
     torch.testing.assert_close(found.cpu().double(), wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
-    out, _ = case.of(kernel, *leaves)
+    out, _ = case.call(kernel, *leaves)
     (grad,) = torch.autograd.grad(out.square().sum(), leaves[0], create_graph=True)
     with pytest.raises(NotImplementedError, match=r"has no derivative; .*\.restore\(module\)"):
         torch.autograd.grad(grad.sum(), leaves)
@@ -125,9 +125,9 @@ def test_torch_func_has_gradients_of_gradients_and_autograd_refuses_them(kernel:
 def test_torch_func_maps_it_over_batches(kernel: ModuleType, name: str) -> None:
     case = CHUNKED[name]
     many = [torch.stack([x, 0.5 * x]).npu() for x in case.drawn(70)]
-    found = torch.func.vmap(lambda *x: case.of(kernel, *x)[0])(*many)
+    found = torch.func.vmap(lambda *x: case.call(kernel, *x)[0])(*many)
     for row, out in enumerate(found):
-        torch.testing.assert_close(out, case.of(kernel, *(x[row] for x in many))[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out, case.call(kernel, *(x[row] for x in many))[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CHUNKED | STEPS)
@@ -137,6 +137,6 @@ def test_autocast_rounds_nothing(kernel: ModuleType, name: str) -> None:
     for is_cast in (False, True):
         leaves = case.leaves(1 if name in STEPS else 40, torch.bfloat16)
         with torch.autocast("npu", torch.bfloat16, enabled=is_cast):
-            both = case.of(kernel, *leaves)
+            both = case.call(kernel, *leaves)
         found.append(results(both, leaves))
     assert all(map(torch.equal, *found))

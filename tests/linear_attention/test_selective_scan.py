@@ -21,8 +21,8 @@ OPTIONAL = NAMES[5:]
 def draw(seed: int, batch: int, length: int, fades: float = 1.0, dtype: torch.dtype = torch.float32, channels: int = 6):
     """All arguments by name; a state fades by up to ``exp(-fades e² Δ)`` a token."""
     generator, states = torch.Generator().manual_seed(seed), 4
-    tokens, of_states = (batch, channels, length), (batch, states, length)
-    shapes = (tokens, tokens, (channels, states), of_states, of_states, (channels,), tokens, (channels,))
+    tokens, projections = (batch, channels, length), (batch, states, length)
+    shapes = (tokens, tokens, (channels, states), projections, projections, (channels,), tokens, (channels,))
     drawn = dict(zip(NAMES, (torch.randn(shape, generator=generator) for shape in shapes)))
     drawn["A"] = -fades * torch.exp(2 * drawn["A"])
     return {name: x if name in ("A", "D", "delta_bias") else x.to(dtype) for name, x in drawn.items()}

@@ -24,7 +24,8 @@ def callers() -> dict[str, set[str]]:
     Of kernels, and of what writes caches.
     """
     found: dict[str, set[str]] = defaultdict(set)
-    for file in (*ROOT.glob("*/torch-ext/*/*.py"), *ROOT.glob("integration/kernels_ext_npu/decoding/*.py")):
+    folders = ("*/torch-ext/**", "common", "integration/kernels_ext_npu/decoding")
+    for file in (path for folder in folders for path in ROOT.glob(f"{folder}/*.py") if "_common" not in path.parts):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 npu_limits = isinstance(node.func.value, ast.Attribute) and node.func.value.attr == "npu"

@@ -18,7 +18,6 @@ DIFFERENT = {
     "_geglu_grad": "MLPs have GELU itself too, experts have its form with tanh",
     "_is_fused": "every operator has limits of its own",
     "_small": "rotated values are sums of two: RoPE draws them half as large",
-    "_summed": "products by experts in FusedMoE, weighted tensors over the heads of a key in LinearAttention",
     "_transformers": "what transformers computes in place of the kernel that is measured",
     "unfit": "a projection that has to be called in SwiGLU, a block whose experts have to be in FusedMoE",
 }

@@ -1,8 +1,8 @@
 """Layers whose forward `kernels` binds to the functions of linear attention in transformers.
 
-Each takes the arguments of the function that it replaces, by the same names. The bounds of packed sequences are taken
-from the keywords of a model: ``cu_seqlens``, ``cu_seq_lens_q`` or ``seq_idx``. Others, such as ``position_ids``, say
-nothing to these functions.
+Each takes the arguments of the function that it replaces, by the same names. Where packed sequences begin and end is
+read from the keywords that a model passes on: ``cu_seqlens``, ``cu_seq_lens_q`` or ``seq_idx``. Other keywords, such as
+``position_ids``, are ignored.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-from . import convolution, forget_gate, functional, linear_recurrence, selective_scan
+from . import causal_conv1d, functional
 from ._common import silu
+from .delta_rule import forget_gate
+from .ssm import linear_recurrence, selective_scan
 
 _CALL = nn.Module._wrapped_call_impl  # torch's own, whatever somebody has put in its place
 Result = tuple[Tensor, Tensor | None]
@@ -49,7 +51,7 @@ class ChunkGatedDeltaRule(_Layer):
         **kwargs: Any,
     ) -> Result:
         options = None, initial_state, output_final_state, use_qk_l2norm_in_kernel
-        return functional.chunk_gated_delta_rule(query, key, value, g, beta, *options, **_bounds(kwargs))
+        return functional.chunk_gated_delta_rule(query, key, value, g, beta, *options, **_sequence_bounds(kwargs))
 
 
 class FusedRecurrentGatedDeltaRule(_Layer):
@@ -68,7 +70,9 @@ class FusedRecurrentGatedDeltaRule(_Layer):
         **kwargs: Any,
     ) -> Result:
         options = None, initial_state, output_final_state, use_qk_l2norm_in_kernel
-        return functional.fused_recurrent_gated_delta_rule(query, key, value, g, beta, *options, **_bounds(kwargs))
+        return functional.fused_recurrent_gated_delta_rule(
+            query, key, value, g, beta, *options, **_sequence_bounds(kwargs)
+        )
 
 
 class ChunkKDA(_Layer):
@@ -88,7 +92,7 @@ class ChunkKDA(_Layer):
         **kwargs: Any,
     ) -> Result:
         options = None, initial_state, output_final_state, use_qk_l2norm_in_kernel
-        return functional.chunk_kda(query, key, value, g, beta, *options, **_bounds(kwargs))
+        return functional.chunk_kda(query, key, value, g, beta, *options, **_sequence_bounds(kwargs))
 
 
 class FusedRecurrentKDA(_Layer):
@@ -107,11 +111,11 @@ class FusedRecurrentKDA(_Layer):
         **kwargs: Any,
     ) -> Result:
         options = None, initial_state, output_final_state, use_qk_l2norm_in_kernel
-        return functional.fused_recurrent_kda(query, key, value, g, beta, *options, **_bounds(kwargs))
+        return functional.fused_recurrent_kda(query, key, value, g, beta, *options, **_sequence_bounds(kwargs))
 
 
 class ForgetGate(_Layer):
-    """Computes the gates of Kimi delta attention, behind their projections, which it calls.
+    """Computes the logarithms of the decays of Kimi delta attention, with the projections before them.
 
     Reads ``f_a_proj``, ``f_b_proj``, ``dt_bias``, ``A_log`` and ``head_dim``.
     """
@@ -125,8 +129,8 @@ class ForgetGate(_Layer):
 class CausalConv1d(_Layer):
     """Computes the causal convolution of each channel of whole sequences, and the activation.
 
-    Any but SiLU is left to the function that is replaced, as is SiLU where somebody watches the calls of modules:
-    transformers makes a module of it for every call.
+    An activation other than SiLU is left to the function that is replaced. So is SiLU where hooks or replaced methods
+    would see it called: transformers makes a module of it for every call.
     """
 
     def forward(
@@ -137,17 +141,18 @@ class CausalConv1d(_Layer):
         activation: str | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        bounds, original = _bounds(kwargs), type(self).forward
+        bounds, original = _sequence_bounds(kwargs), type(self).forward
         if original is CausalConv1d.forward or not _is_called(activation):
-            return convolution.causal_conv1d_fn(hidden_states, weight, bias, activation, **bounds)
-        if any(tensor is not None for tensor in bounds.values()):  # then as a convolution with one tap of ones
-            hidden_states = convolution.causal_conv1d_fn(hidden_states, weight, bias, None, **bounds)
+            return causal_conv1d.causal_conv1d_fn(hidden_states, weight, bias, activation, **bounds)
+        if any(tensor is not None for tensor in bounds.values()):
+            # computed here; then the original convolves with one tap of ones, and calls the activation
+            hidden_states = causal_conv1d.causal_conv1d_fn(hidden_states, weight, bias, None, **bounds)
             weight, bias = weight.new_ones(len(weight), 1), None
         return original(self, hidden_states, weight, bias, activation)
 
 
 class CausalConv1dBeforeScan(_Layer):
-    """Computes the same before a scan that keeps no packed sequences apart, and refuses these for both."""
+    """Computes a causal convolution before a scan that cannot keep packed sequences apart: it refuses these."""
 
     def forward(
         self,
@@ -157,19 +162,22 @@ class CausalConv1dBeforeScan(_Layer):
         activation: str | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if any(bounds is not None for bounds in _bounds(kwargs).values()):
+        if any(tensor is not None for tensor in _sequence_bounds(kwargs).values()):
             raise ValueError(
                 "the scan behind this convolution carries the state of a packed sequence into the next one: pass one "
                 "sequence a row, padded, without seq_idx and cu_seq_lens_q"
             )
         original = type(self).forward
         if original is CausalConv1dBeforeScan.forward or not _is_called(activation):
-            return convolution.causal_conv1d_fn(hidden_states, weight, bias, activation)
+            return causal_conv1d.causal_conv1d_fn(hidden_states, weight, bias, activation)
         return original(self, hidden_states, weight, bias, activation)
 
 
 class CausalConv1dUpdate(_Layer):
-    """Computes the causal convolution of new tokens behind a state, which takes them in, and the activation so, too."""
+    """Computes the causal convolution of new tokens behind a state, and the activation, as :class:`CausalConv1d` does.
+
+    The state takes in the new tokens.
+    """
 
     def forward(
         self,
@@ -181,16 +189,16 @@ class CausalConv1dUpdate(_Layer):
     ) -> Tensor:
         original = type(self).forward
         if original is CausalConv1dUpdate.forward or not _is_called(activation):
-            return convolution.causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
+            return causal_conv1d.causal_conv1d_update(hidden_states, conv_state, weight, bias, activation)
         return original(self, hidden_states, conv_state, weight, bias, activation)
 
 
 def _is_called(activation: str | None) -> bool:
-    """Tell whether an activation has to be called as a module: it is not SiLU, or what stands in its place is seen."""
+    """Tell whether an activation has to be called as a module: it is not SiLU, or somebody would see the call."""
     if activation is None:
         return False
     return bool(
-        activation not in convolution.ACTIVATIONS
+        activation not in causal_conv1d.ACTIVATIONS
         or silu.CLASS.forward is not silu.FORWARD
         or nn.SiLU.forward is not silu.FORWARD_OF_TORCH
         or silu.CLASS.__call__ is not _CALL
@@ -219,12 +227,12 @@ class RGLRU(_Layer):
         decays = exponents.exp() * ~reset
         multiplier = reset + ~reset * linear_recurrence.bounded_sqrt(1 - (2 * exponents).exp())
         added = activations * input_gate * multiplier.type(activations.dtype)
-        found, self.recurrent_states = linear_recurrence.linear_recurrence(decays, added, self.recurrent_states)
-        return found
+        states, self.recurrent_states = linear_recurrence.linear_recurrence(decays, added, self.recurrent_states)
+        return states
 
 
 class SelectiveScan(_Layer):
-    """Computes the selective scan of Mamba's models, also where another way to it in torch was asked for."""
+    """Computes the selective scan of Mamba's models, whatever ``use_mambapy`` and ``use_associative_scan`` are."""
 
     def forward(
         self,
@@ -247,8 +255,8 @@ class SelectiveScan(_Layer):
         )
 
 
-def _bounds(kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
-    """Take the bounds of packed sequences from the keywords of a model."""
+def _sequence_bounds(kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
+    """Return the keywords of a model that say where packed sequences begin and end, by their names here."""
     cu_seqlens = kwargs.get("cu_seqlens")
     return {
         "cu_seqlens": kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens,

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from ._common.arguments import check_tensors, narrowed
 from ._common.autocast import without_autocast
-from .delta_rule import delta_rule
-from .empty import empty_of
-from .packed_states import final_states
-from .recurrence import step
-from .segment import RuleOptions, Tokens
-from .sequences import numbers_of
+from .delta_rule.autograd import chunk_delta_rule
+from .delta_rule.fused_recurrent import recurrent_step
+from .delta_rule.packed_states import final_states
+from .delta_rule.tokens import DeltaRuleOptions, Tokens
+from .utils.empty_result import empty_result
+from .utils.packed_sequences import sequence_ids
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -33,8 +33,8 @@ def chunk_gated_delta_rule(
     """Compute the gated delta rule in chunks: ``S⁺ = e^g S + k ⊗ β (v - kᵀ e^g S)``, ``o = scale · qᵀS⁺``.
 
     It is torch_chunk_gated_delta_rule of transformers, models/qwen3_next/modeling_qwen3_next.py, in matrix products of
-    float32. Differentiable once, as one node that keeps its arguments but the values, the states between chunks, and
-    what it reads again. Under torch.func it is differentiable as often as torch's own operators are.
+    float32. Differentiable once: one node of autograd saves the arguments without the values, the states between chunks
+    and the products within them. Under torch.func it is differentiable as often as torch's own operators are.
 
     Args:
         q: ``[B, T, H, K]``, of a floating dtype; of fewer heads than v where these divide them.
@@ -48,18 +48,18 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel: whether q and k are divided by ``sqrt(Σ x² + 1e-6)`` of each head first.
         cu_seqlens: where each sequence of the one row begins, and the last one ends, ``[S + 1]``. Their states start at
             zero; the final ones, ``[S, H, K, V]``, have no gradient.
-        seq_idx: the number of the sequence of each token, ``[B, T]``, in place of ``cu_seqlens``. Without that the
-            final states are those of the last sequences of the rows.
+        seq_idx: the number of the sequence of each token, ``[B, T]``, in place of ``cu_seqlens``. The final states are
+            then those of the last sequence of each row.
 
     Returns:
         ``[B, T, H, V]`` in the dtype of q, and the state, ``[B, H, K, V]`` in float32, or None.
 
     Raises:
-        ValueError: shapes or devices do not fit, or states are asked for that packed sequences have none of.
+        ValueError: shapes or devices do not fit, or packed sequences come with an initial state.
         TypeError: an argument is not floating point, or numbers of sequences are not integers.
     """
     tokens = Tokens(q, k, v, g.unsqueeze(-1), beta)
-    return _in_chunks(tokens, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx)
+    return _chunk(tokens, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx)
 
 
 def chunk_kda(
@@ -75,15 +75,15 @@ def chunk_kda(
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
 ) -> Result:
-    """Compute Kimi delta attention: :func:`chunk_gated_delta_rule` with a gate for every channel of a key.
+    """Compute Kimi delta attention: :func:`chunk_gated_delta_rule` with a decay for every channel of a key.
 
     It is chunk_kimi_delta_attention of transformers, models/kimi_linear/modeling_kimi_linear.py.
 
     Args:
-        g: logarithms of decays, ``[B, T, H, K]``, at most 0. The others are as there.
+        g: logarithms of decays, ``[B, T, H, K]``, at most 0. All others are those of that function.
     """
     tokens = Tokens(q, k, v, g, beta)
-    return _in_chunks(tokens, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx)
+    return _chunk(tokens, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -99,9 +99,11 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
 ) -> Result:
-    """Compute what :func:`chunk_gated_delta_rule` does, of one token without chunks: a step of decoding."""
+    """Compute :func:`chunk_gated_delta_rule`; one token is computed without chunks, as a step of decoding."""
     tokens = Tokens(q, k, v, g.unsqueeze(-1), beta)
-    return _step(tokens, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx)
+    return _fused_recurrent(
+        tokens, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx
+    )
 
 
 def fused_recurrent_kda(
@@ -117,64 +119,71 @@ def fused_recurrent_kda(
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
 ) -> Result:
-    """Compute what :func:`chunk_kda` does, of one token without chunks: a step of decoding."""
+    """Compute :func:`chunk_kda`; one token is computed without chunks, as a step of decoding."""
     tokens = Tokens(q, k, v, g, beta)
-    return _step(tokens, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx)
+    return _fused_recurrent(
+        tokens, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx
+    )
 
 
-def _step(tokens: Tokens, scale: float | None, state: Tensor | None, wants_state: bool, *rest: object) -> Result:
-    normalised, cu_seqlens, seq_idx = rest
+def _fused_recurrent(
+    tokens: Tokens, scale: float | None, state: Tensor | None, wants_state: bool, *rest: object
+) -> Result:
+    use_qk_l2norm, cu_seqlens, seq_idx = rest
     if tokens.value.shape[1:2] != (1,) or cu_seqlens is not None or seq_idx is not None:
-        return _in_chunks(tokens, scale, state, wants_state, *rest)  # type: ignore[arg-type]
+        return _chunk(tokens, scale, state, wants_state, *rest)  # type: ignore[arg-type]
     _check(tokens, state)
     tokens, state = Tokens(*map(narrowed, tokens)), narrowed(state)  # type: ignore[arg-type]
     with without_autocast(tokens.value):
-        out, state = step(tokens, _flat(state), _rule_options(tokens, scale, bool(normalised)))
-    return out, _by_head(state, tokens) if wants_state else None
+        out, state = recurrent_step(
+            tokens, _flatten_heads(state), _delta_rule_options(tokens, scale, bool(use_qk_l2norm))
+        )
+    return out, _unflatten_heads(state, tokens) if wants_state else None
 
 
-def _in_chunks(
+def _chunk(
     tokens: Tokens,
     scale: float | None,
     state: Tensor | None,
     wants_state: bool,
-    normalised: bool,
+    use_qk_l2norm: bool,
     cu_seqlens: Tensor | None,
     seq_idx: Tensor | None,
 ) -> Result:
     _check(tokens, state)
     tokens, state = Tokens(*map(narrowed, tokens)), narrowed(state)  # type: ignore[arg-type]
     batch, length = tokens.value.shape[:2]
-    numbers = numbers_of(batch, length, tokens.value.device, cu_seqlens, seq_idx)
-    if numbers is not None and state is not None:
+    seq_idx = sequence_ids(batch, length, tokens.value.device, cu_seqlens, seq_idx)
+    if seq_idx is not None and state is not None:
         raise ValueError("packed sequences start with a state of zeros: leave initial_state out, or pass them unpacked")
-    options = _rule_options(tokens, scale, normalised)
+    options = _delta_rule_options(tokens, scale, use_qk_l2norm)
     if 0 in tokens.value.shape[:3]:
-        out = empty_of(*tokens, shape=tokens.value.shape, dtype=tokens.query.dtype)
-        return out, _state_of_none(tokens, state, cu_seqlens) + out.float().sum() if wants_state else None
+        out = empty_result(*tokens, shape=tokens.value.shape, dtype=tokens.query.dtype)
+        return out, _empty_state(tokens, state, cu_seqlens) + out.float().sum() if wants_state else None
     with without_autocast(tokens.value):
-        out, last, between = delta_rule(tokens, _flat(state), numbers, options, wants_state and cu_seqlens is not None)
+        wants_chunk_states = wants_state and cu_seqlens is not None
+        out, last, chunk_states = chunk_delta_rule(tokens, _flatten_heads(state), seq_idx, options, wants_chunk_states)
         if not wants_state:
             return out, None
         if cu_seqlens is None:
-            return out, _by_head(last, tokens)
-        return out, final_states(tokens, between, cu_seqlens, options)
+            return out, _unflatten_heads(last, tokens)
+        return out, final_states(tokens, chunk_states, cu_seqlens, options)
 
 
-def _rule_options(tokens: Tokens, scale: float | None, normalised: bool) -> RuleOptions:
-    return RuleOptions(tokens.key.shape[-1] ** -0.5 if scale is None else scale, normalised)
+def _delta_rule_options(tokens: Tokens, scale: float | None, use_qk_l2norm: bool) -> DeltaRuleOptions:
+    return DeltaRuleOptions(tokens.key.shape[-1] ** -0.5 if scale is None else scale, use_qk_l2norm)
 
 
-def _flat(state: Tensor | None) -> Tensor | None:
+def _flatten_heads(state: Tensor | None) -> Tensor | None:
     return None if state is None else state.float().flatten(0, 1)
 
 
-def _by_head(state: Tensor, tokens: Tokens) -> Tensor:
+def _unflatten_heads(state: Tensor, tokens: Tokens) -> Tensor:
     return state.unflatten(0, (tokens.value.shape[0], tokens.value.shape[2]))
 
 
-def _state_of_none(tokens: Tokens, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Return the state behind no token: that before it, of each packed sequence."""
+def _empty_state(tokens: Tokens, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """Return the state behind no tokens: the initial one, or zeros for each row or packed sequence."""
     if state is not None:
         return state.float()
     batch, _, heads, size = tokens.value.shape
@@ -184,7 +193,7 @@ def _state_of_none(tokens: Tokens, state: Tensor | None, cu_seqlens: Tensor | No
 
 
 def _check(tokens: Tokens, state: Tensor | None) -> None:
-    """Raise what the functions here say of arguments that do not fit."""
+    """Raise what the functions of this file document, for arguments that do not fit."""
     query, key, value, g, beta = tokens
     check_tensors(q=query, k=key, v=value, g=g, beta=beta, initial_state=state)
     shape = value.shape[:3]
@@ -203,6 +212,6 @@ def _check(tokens: Tokens, state: Tensor | None) -> None:
         raise ValueError(
             f"q and k [B, T, G, K], v [B, T, H, V], g [B, T, H(, K)] and beta [B, T, H] have to fit: {shapes}"
         )
-    wanted = (shape[0], shape[2], key.shape[3], value.shape[3])
-    if state is not None and state.shape != wanted:
-        raise ValueError(f"initial_state {list(state.shape)} must be [B, H, K, V], here {list(wanted)}")
+    expected = (shape[0], shape[2], key.shape[3], value.shape[3])
+    if state is not None and state.shape != expected:
+        raise ValueError(f"initial_state {list(state.shape)} must be [B, H, K, V], here {list(expected)}")

@@ -1,0 +1,1 @@
+"""Gated delta rules: in chunks for whole sequences, and token by token for steps of decoding."""

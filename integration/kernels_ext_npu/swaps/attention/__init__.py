@@ -52,7 +52,6 @@ def install(registration: Registration) -> None:
     if not NPU_FLASH_ATTENTION.is_registered():
         return
     patches, is_registered = registration.patches, NPU_FLASH_ATTENTION.is_registered
-    sdpa_drops_biases()  # asked before others replace functions of torch, as its context parallelism does
     table, mask_table = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
     for name in NPU_FLASH_ATTENTION.names:
         patches.item(table, name, calls.npu_flash_attention)
@@ -159,8 +158,8 @@ def _remark(model: nn.Module, path: str) -> str | None:
     limit = eligibility.limit(module, *_dtype_and_softcap(module))
     if limit in (eligibility.IN_FLOAT64, eligibility.CAPPED, BIASED):
         return f"in torch, {'where' if limit is BIASED else 'since'} {without_code(limit)}"
-    drops_biases = sdpa_drops_biases() and not eligibility.is_eager_by_default(type(module.config))
-    return LEARNED_BIAS if drops_biases and has_learned_mask(model, path) else None
+    is_added = not eligibility.is_eager_by_default(type(module.config)) and has_learned_mask(model, path)
+    return LEARNED_BIAS if is_added and sdpa_drops_biases() else None
 
 
 def _dtype_and_softcap(module: nn.Module) -> tuple[torch.dtype, Any]:

@@ -104,11 +104,11 @@ import torch
 from kernels import get_local_kernel
 from kernels_ext_npu.catalogue import CATALOGUE
 from kernels_ext_npu.selftest import functions
-from publishing.trial import failure, of
+from publishing.trial import failure, selftest_function
 for repository in CATALOGUE:
     kernel = get_local_kernel(pathlib.Path(sys.argv[1]).parent / repository.name)
     assert "torch_universal" in kernel.__name__
-    assert failure(of(repository.kernel), kernel, "cpu") is None
+    assert failure(selftest_function(repository.kernel), kernel, "cpu") is None
 """
     run_python(code, str(build.ROOT / "scripts"), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 

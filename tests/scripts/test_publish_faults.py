@@ -58,7 +58,7 @@ def fail_each(publisher, clone, localhub) -> Callable[..., None]:
         if old:
             localhub.publish(REPO, old)
 
-    def run(old: dict[str, bytes], kind: Callable[[int], str]) -> None:
+    def run(old: dict[str, bytes], kind_at: Callable[[int], str]) -> None:
         prepare(old)
         before, start = repository_state(localhub), len(localhub.requests)
         assert publisher("torch-npu").status == "published"
@@ -66,7 +66,7 @@ def fail_each(publisher, clone, localhub) -> Callable[..., None]:
         assert after.branches == {"main", "v1"}
         for at in range(1, requests + 1):
             prepare(old)
-            kind = kind(at)
+            kind = kind_at(at)
             point = f"request {at} of {requests}, {kind}"
             for offset, fault in enumerate(KINDS[kind]):
                 localhub.faults.add(**{"at": at + offset} | fault)

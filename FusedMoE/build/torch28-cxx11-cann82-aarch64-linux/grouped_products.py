@@ -37,6 +37,9 @@ _SUMS_GROUPS = CANN >= (8, 3) and has_gradients()
 _SUMS_ARE_COUNTED = CANN < (9, 1)  # elements of sums over groups, too: UpdateMnConfig of the same file, 8.5.0 and 9.0.0
 
 
+in_graph = torch.compiler.is_dynamo_compiling
+
+
 def is_empty(rows: Tensor) -> bool:
     """Tell whether there are no rows, which the operator does not take; a graph is for any number of them."""
     return not (torch.compiler.is_compiling() or rows.shape[0])
@@ -110,7 +113,8 @@ def multiply(
     if tail is not None:
         with unseen_by_checkpoints():
             return multiply(x, weight, counts, bias).masked_fill_(tail, 0)
-    if isinstance(rows := x.shape[0], int) and rows >= _SIZE and has_long_groups(x, *(sizes := weight.shape[1:])):
+    is_known = not in_graph() and isinstance(rows := x.shape[0], int)
+    if is_known and rows >= _SIZE and has_long_groups(x, *(sizes := weight.shape[1:])):
         return torch.cat([multiply(x[cut], weight, part, bias) for cut, part in pieces(x, counts, *sizes)])
     biases = None if bias is None else [_as_added(bias, x.dtype)]
     (y,) = torch.ops.npu.npu_grouped_matmul(
@@ -132,7 +136,8 @@ def multiply_by_list(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Ten
     """
     if len(weights) == 1:  # that is no list for the operator
         return multiply(x, weights[0].unsqueeze(0), counts, bias)
-    if isinstance(rows := x.shape[0], int) and rows >= _SIZE and has_long_groups(x, *(sizes := weights[0].shape)):
+    is_known = not in_graph() and isinstance(rows := x.shape[0], int)
+    if is_known and rows >= _SIZE and has_long_groups(x, *(sizes := weights[0].shape)):
         return torch.cat([multiply_by_list(x[cut], weights, part, bias) for cut, part in pieces(x, counts, *sizes)])
     (y,) = torch.ops.npu.npu_grouped_matmul(
         [x],
@@ -149,7 +154,8 @@ def multiply_by_list(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Ten
 def has_long_groups(x: Tensor, *sizes: int) -> bool:
     """Tell whether ``x`` has rows for a group of more elements of one of the ``sizes`` than the operator counts.
 
-    Fewer than 65536 rows never have, and are not asked. A program of torch.export for any number of rows is for these.
+    Fewer than 65536 rows never have, and are not asked. A graph of torch.compile or torch.export is for these: of a
+    number of rows that it leaves open, nothing can be asked.
     """
     return x.shape[0] * max(sizes) >= _GROUP_ELEMENTS
 
@@ -184,18 +190,16 @@ def sum_over_rows(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     torch.compile traces neither a host that waits, nor an operator that returns what it writes to, nor groups that are
     summed over: torch_npu's meta kernel refuses those up to the releases for CANN 8.5, whose operators take them.
     """
-    return (_sum_operator if torch.compiler.is_compiling() else _summed)(a, b, counts)
-
-
-def _summed(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
-    """Compute :func:`sum_over_rows`: the operator wants a transposed view of contiguous rows, and contiguous rows."""
+    if torch.compiler.is_compiling():
+        return _sum_operator(a, b, counts)
     if not _SUMS_GROUPS:
         return _added_to_zeros(a, b, counts)
     if _SUMS_ARE_COUNTED and has_long_groups(a, a.shape[1], b.shape[1]):
         if a.dtype is not torch.float32:
             return _added_to_zeros(a, b, counts)
         parts = pieces(a, counts, a.shape[1], b.shape[1])
-        return reduce(torch.add, (_summed(a[rows], b[rows], part) for rows, part in parts))
+        return reduce(torch.add, (sum_over_rows(a[rows], b[rows], part) for rows, part in parts))
+    # the operator wants a transposed view of contiguous rows, and contiguous rows
     (y,) = torch.ops.npu.npu_grouped_matmul(
         [a.contiguous().t()],
         [b.contiguous()],
@@ -228,7 +232,7 @@ def _added_to_zeros(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
 
 @torch.library.custom_op(f"{__name__.partition('.')[0]}::sum_over_rows", mutates_args=())
 def _sum_operator(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
-    return _summed(a, b, counts)
+    return sum_over_rows(a, b, counts)
 
 
 @_sum_operator.register_fake

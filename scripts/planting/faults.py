@@ -41,10 +41,8 @@ class Fault:
         Raises:
             ValueError: the file does not have the line any more.
         """
-        (package,) = {path.parent.name for path in root.glob(f"{self.repository}/torch-ext/*/{self.file}")} or {""}
-        paths = [root / self.repository / "build" / VARIANT / self.file]
-        if package:
-            paths.append(root / self.repository / "torch-ext" / package / self.file)
+        built = root / self.repository / "build" / VARIANT / self.file
+        paths = [built, *root.glob(f"{self.repository}/torch-ext/*/{self.file}")]
         for path in paths:
             source = path.read_text("utf-8")
             if self.before not in source:
@@ -141,8 +139,8 @@ FAULTS = (
     _more("SwiGLU", "operators.py", "the gradient of GeGLU", "torch.ops.npu.npu_geglu_grad(grad", "return {}"),
     _more("SwiGLU", "clamped.py", "the clamped SwiGLU", "launch_clipped_swiglu(", "return {}"),
     _more("SwiGLU", "clamped.py", "its gradient", "clipped_swiglu_gradient(", "return {}"),
-    _more("SwiGLU", "clipped.py", "the clipped SwiGLU", "torch.ops.npu.npu_clipped_swiglu("),
-    _more("SwiGLU", "clipped.py", "its gradient", "torch.ops.npu.npu_swiglu_backward("),
+    _more("SwiGLU", "_common/clipped.py", "the clipped SwiGLU", "torch.ops.npu.npu_clipped_swiglu("),
+    _more("SwiGLU", "_common/clipped.py", "its gradient", "torch.ops.npu.npu_swiglu_backward("),
     _more("RoPE", "rotation.py", "a rotation", "torch.ops.npu.npu_rotary_mul(x"),
     _more("RoPE", "pairs.py", "the rotation of keys", "torch.ops.npu.npu_rotary_mul(k"),
     _more("RoPE", "rotation.py", "the gradient of a rotation", "torch.ops.npu.npu_rotary_mul_backward("),
@@ -163,10 +161,10 @@ FAULTS = (
     ),
     _more("FusedMoE", "router.py", "their gradient", "grad, None, None", "return {}"),
     _more("FusedMoE", "router_product.py", "logits in float32", "torch.mm(x, weight.t(), out_dtype", "return {}"),
-    _more("FlashAttention", "operators.py", "attention", "torch.ops.npu.npu_fusion_attention_v3("),
+    _more("FlashAttention", "ops/fusion_attention.py", "attention", "torch.ops.npu.npu_fusion_attention_v3("),
     Fault(
         "FlashAttention",
-        "operators.py",
+        "ops/fusion_attention.py",
         "the gradient of attention",
         "def launch(\n",
         "def launch(*args, **kwargs):\n    y = _launch(*args, **kwargs)\n    return y + 0.01 * (y - y.detach())\n\n\n"
@@ -174,35 +172,35 @@ FAULTS = (
     ),
     _more(
         "FlashAttention",
-        "in_graphs.py",
+        "varlen/varlen_compile.py",
         "packed attention in a graph",
         "launch_differentiable(*padded(",
         "    result = {}",
     ),
     _more(
         "FlashAttention",
-        "decoding.py",
+        "ops/decoding.py",
         "attention of one token",
         "torch.ops.npu.npu_fused_infer_attention_score(\n        query,\n        key,",
     ),
     _more(
         "FlashAttention",
-        "decoding.py",
+        "ops/decoding.py",
         "attention of one token to latents",
         "torch.ops.npu.npu_fused_infer_attention_score(\n        query,\n        latents,",
     ),
     _more(
         "FlashAttention",
-        "chosen_keys.py",
+        "sparse/sparse_attention.py",
         "attention to chosen keys",
         "part.weights.to(query.dtype) @ part.keys[..., :rank]",
         "found = {}",
     ),
-    _more("FlashAttention", "chosen_keys.py", "its gradient for queries", "(of_scores @ part.keys)"),
-    _more("FlashAttention", "chosen_keys.py", "its gradient for keys", "added.flatten(0, 1).float()"),
+    _more("FlashAttention", "sparse/sparse_attention.py", "its gradient for queries", "(of_scores @ part.keys)"),
+    _more("FlashAttention", "sparse/sparse_attention.py", "its gradient for keys", "added.flatten(0, 1).float()"),
     _more(
         "FlashAttention",
-        "chosen_keys.py",
+        "sparse/sparse_attention.py",
         "attention to chosen keys by an operator",
         "torch.ops.npu.npu_sparse_flash_attention(",
     ),
@@ -239,8 +237,10 @@ FAULTS = (
     ),
     _more("Linear", "adapters.py", "what an adapter adds", "torch.mm(left, right))\n", "total.add_({}"),
     _more("Linear", "adapted.py", "the gradient of its first factor", "scaled_product(d_small.t(), ", "d_a = {}"),
-    _more("Linear", "mixed.py", "a product that casts nothing large", "torch.sum(parts, 1, ", "return {}"),
-    _more("Linear", "mixed.py", "a gradient that casts nothing large", "torch.sum(parts, 0, ", "return {}"),
+    _more("Linear", "_common/split_bf16.py", "a product that casts nothing large", "torch.sum(parts, 1, ", "return {}"),
+    _more(
+        "Linear", "_common/split_bf16.py", "a gradient that casts nothing large", "torch.sum(parts, 0, ", "return {}"
+    ),
     Fault(
         "Linear",
         "masks.py",

@@ -24,7 +24,8 @@ def callers() -> dict[str, set[str]]:
     Of kernels, and of what writes caches.
     """
     found: dict[str, set[str]] = defaultdict(set)
-    for file in (*ROOT.glob("*/torch-ext/*/*.py"), *ROOT.glob("integration/kernels_ext_npu/decoding/*.py")):
+    places = "*/torch-ext/**/*.py", "common/*.py", "integration/kernels_ext_npu/decoding/*.py"
+    for file in (file for place in places for file in ROOT.glob(place)):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 of_npu = isinstance(node.func.value, ast.Attribute) and node.func.value.attr == "npu"

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .attention import attend, attend_packed
-from .in_graphs import attend_packed_in_graph, stays_whole
-from .lengths import ends_in, ends_of, require_within
-from .limits import INTEGERS
-from .options import Band, Options, Sequences
+from .attention_spec import Band, Options, Sequences
+from .dispatch import attend, attend_packed
+from .ops.limits import INTEGERS
+from .varlen.cu_seqlens import ends_in, ends_of, require_within
+from .varlen.varlen_compile import attend_packed_in_graph, stays_whole
 
 
 def flash_attn_func(

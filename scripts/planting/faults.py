@@ -174,7 +174,7 @@ FAULTS = (
         "FlashAttention",
         "varlen/varlen_compile.py",
         "packed attention in a graph",
-        "launch_differentiable(*padded(",
+        "launch_differentiable(*pad_heads(",
         "    result = {}",
     ),
     _more(
@@ -193,10 +193,10 @@ FAULTS = (
         "FlashAttention",
         "sparse/sparse_attention.py",
         "attention to chosen keys",
-        "part.weights.to(query.dtype) @ part.keys[..., :rank]",
+        "block.weights.to(query.dtype) @ block.keys[..., :rank]",
         "found = {}",
     ),
-    _more("FlashAttention", "sparse/sparse_attention.py", "its gradient for queries", "(of_scores @ part.keys)"),
+    _more("FlashAttention", "sparse/sparse_attention.py", "its gradient for queries", "(d_scores @ block.keys)"),
     _more("FlashAttention", "sparse/sparse_attention.py", "its gradient for keys", "added.flatten(0, 1).float()"),
     _more(
         "FlashAttention",

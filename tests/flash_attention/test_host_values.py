@@ -11,23 +11,23 @@ import torch
 
 
 @pytest.fixture
-def lengths(kernel: ModuleType) -> ModuleType:
-    return import_module(f"{kernel.__name__}.varlen.cu_seqlens")
+def host_values(kernel: ModuleType) -> ModuleType:
+    return import_module(f"{kernel.__name__}.varlen.host_values")
 
 
-def test_what_waits_in_another_thread_is_left_to_it(lengths: ModuleType) -> None:
+def test_what_waits_in_another_thread_is_left_to_it(host_values: ModuleType) -> None:
     """Its stream may not have computed it."""
-    here = lengths.HostValues(torch.tensor([1]))
+    here = host_values.HostValues(torch.tensor([1]))
     with ThreadPoolExecutor(1) as threads:
-        there = threads.submit(lambda: lengths.HostValues(torch.tensor([2]))).result()
+        there = threads.submit(lambda: host_values.HostValues(torch.tensor([2]))).result()
         assert here.values.tolist() == [1]
         assert there._values is None
         assert threads.submit(lambda: there.values.tolist()).result() == [2]
 
 
-def test_a_thread_reads_what_another_one_has_made(lengths: ModuleType) -> None:
+def test_a_thread_reads_what_another_one_has_made(host_values: ModuleType) -> None:
     """As autograd's do when they compute a forward again."""
-    here, other = lengths.HostValues(torch.tensor([3])), lengths.HostValues(torch.tensor([4]))
+    here, other = host_values.HostValues(torch.tensor([3])), host_values.HostValues(torch.tensor([4]))
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(lambda: here.values.tolist()).result() == [3]
     assert other.values.tolist() == [4]
@@ -42,14 +42,14 @@ def _switching_often():
 
 
 @pytest.mark.usefixtures("_switching_often")
-def test_threads_make_and_read_at_once(lengths: ModuleType) -> None:
+def test_threads_make_and_read_at_once(host_values: ModuleType) -> None:
     start = Barrier(4)
 
     def make_and_read(number: int) -> list[int]:
         start.wait()
         found = []
         for index in range(300):
-            several = [lengths.HostValues(torch.tensor([number, index])) for _ in range(3)]
+            several = [host_values.HostValues(torch.tensor([number, index])) for _ in range(3)]
             found += several[-1].values.tolist()
         return found
 

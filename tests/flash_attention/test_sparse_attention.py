@@ -21,7 +21,9 @@ PADDING[0, :6] = False  # its first two queries see no key
 
 @pytest.fixture(params=[2**28, 1], ids=["at once", "one query after the other"])
 def parts(request, kernel: ModuleType, monkeypatch) -> int:
-    monkeypatch.setattr(importlib.import_module(f"{kernel.__name__}.sparse.sparse_attention"), "BYTES", request.param)
+    monkeypatch.setattr(
+        importlib.import_module(f"{kernel.__name__}.sparse.sparse_attention"), "BLOCK_BYTES", request.param
+    )
     return request.param
 
 
@@ -114,7 +116,7 @@ def test_an_operator_chooses_among_the_tokens_of_a_prompt(kernel: ModuleType, np
 
 def test_parts_of_a_prompt_are_as_free_of_padding_as_the_whole(kernel: ModuleType, npu_counters) -> None:
     kept = torch.ones(BATCH, KEYS, dtype=torch.bool, device="npu")
-    mask = kernel.attention_mask(BATCH, KEYS, KEYS, attention_mask=kept, device="npu").part(4, 11)
+    mask = kernel.attention_mask(BATCH, KEYS, KEYS, attention_mask=kept, device="npu").slice_queries(4, 11)
     q, k, w = drawn((BATCH, 7, 16, 128), (BATCH, 11, 128), (BATCH, 7, 16), dtype=torch.bfloat16)
     found = kernel.top_k_keys(*(t.npu() for t in (q, k, w.float())), mask, COUNT)
     seen = torch.ones(BATCH, 1, 7, 11, dtype=torch.bool).tril(4)
@@ -226,7 +228,7 @@ def test_an_operator_attends_to_the_same_keys(kernel: ModuleType, npu_counters, 
 @pytest.mark.software
 def test_no_tensor_is_larger_than_the_budget(kernel: ModuleType, monkeypatch) -> None:
     """Neither scores of all heads nor a mask of all queries and keys: 512 queries and keys, 32 heads, 1 MB."""
-    monkeypatch.setattr(importlib.import_module(f"{kernel.__name__}.sparse.sparse_attention"), "BYTES", 2**20)
+    monkeypatch.setattr(importlib.import_module(f"{kernel.__name__}.sparse.sparse_attention"), "BLOCK_BYTES", 2**20)
     q, k, w = (t.npu() for t in drawn((1, 512, 32, 16), (1, 512, 16), (1, 512, 32)))
     mask = kernel.attention_mask(1, 512, 512, device="npu")
     many, latents, rope = (t.npu() for t in drawn((1, 512, 4, 24), (1, 512, 16), (1, 512, 8)))

@@ -1,4 +1,4 @@
-"""Attention of tensors as they lie: on the NPU in one launch where an operator computes it, otherwise in torch."""
+"""Choose what computes an attention: an operator of torch_npu within its limits, and torch beyond them."""
 
 from __future__ import annotations
 
@@ -8,125 +8,125 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attention_spec import Band, Options, Sequences
+from .attention_spec import AttentionSpec, Band, SequenceEnds
 from .ops.decoding import decode, is_decoding
-from .ops.fusion_attention import refuses_sinks, sparsity_of
+from .ops.fusion_attention import refuses_sinks, to_operator_mask
 from .ops.fusion_attention_autograd import launch_differentiable
-from .ops.limits import LONGEST, MOST_SEQUENCES, fits_packed_gradient, is_fused, is_fused_packed, padded
-from .ops.reference import attend_in_torch, attend_packed_in_torch
+from .ops.limits import MOST_SEQUENCES, MOST_TOKENS, fits_varlen_gradient, is_fused, is_fused_varlen, pad_heads
+from .ops.reference import reference_attention, reference_varlen_attention
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, seen: Band | Tensor, options: Options) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, masking: Band | Tensor, spec: AttentionSpec) -> Tensor:
     """Compute attention of a batch of sequences of one length.
 
     Args:
-        query: ``[B, N, S_q, D]``, a view of memory that lies as ``[B, S_q, N, D]`` or as its shape says, as all of the
-            three: what lies otherwise is copied.
+        query: ``[B, N, S_q, D]``. Like key and value it is best contiguous in this order, or a transposed view of
+            contiguous ``[B, S_q, N, D]``: other strides are copied.
         key: ``[B, N_k, S_k, D]``.
         value: ``[B, N_k, S_k, D_v]``.
-        seen: a band, or what is left out, bool ``[B or 1, N or 1, S_q, S_k]``.
-        options: how scores become weights.
+        masking: a band, or bool ``[B or 1, N or 1, S_q, S_k]``, True where a key is masked out.
+        spec: how scores become weights.
 
     Returns:
         ``[B, S_q, N, D_v]``, contiguous, in the dtype of the query. A query that sees no key gives zero.
     """
-    if isinstance(seen, Band):
-        key, value = _reachable(query, key, value, seen)
-    if not is_fused(query, key, value, options) or max(query.shape[2], key.shape[2]) > LONGEST:
-        return attend_in_torch(query, key, value, seen, options)
-    if is_decoding(query, key, value, seen, options):
-        return decode(query, key, value, options)
+    if isinstance(masking, Band):
+        key, value = _within_window(query, key, value, masking)
+    if not is_fused(query, key, value, spec) or max(query.shape[2], key.shape[2]) > MOST_TOKENS:
+        return reference_attention(query, key, value, masking, spec)
+    if is_decoding(query, key, value, masking, spec):
+        return decode(query, key, value, spec)
     size = value.shape[3]
-    filled = padded(query, key, value)
-    layout = _nearest_layout(*filled)
-    arguments = filled if layout == "BNSD" else tuple(tensor.transpose(1, 2) for tensor in filled)
-    if isinstance(seen, Tensor):
-        seen = _whole(seen, query, key)
-    sparsity = sparsity_of(seen, query.shape[2], key.shape[2], query)
+    padded = pad_heads(query, key, value)
+    layout = _cheapest_layout(*padded)
+    arguments = padded if layout == "BNSD" else tuple(tensor.transpose(1, 2) for tensor in padded)
+    if isinstance(masking, Tensor):
+        masking = _expand_mask(masking, query, key)
+    operator_mask = to_operator_mask(masking, query.shape[2], key.shape[2], query)
     try:
-        result = launch_differentiable(*arguments, layout, sparsity, options)
+        result = launch_differentiable(*arguments, layout, operator_mask, spec)
     except RuntimeError as error:
-        if options.sink is None or not refuses_sinks(error):
+        if spec.sink is None or not refuses_sinks(error):
             raise
-        return attend_in_torch(query, key, value, seen, options)
+        return reference_attention(query, key, value, masking, spec)
     if result.shape[-1] > size:
         result = result[..., :size]
     return (result.transpose(1, 2) if layout == "BNSD" else result).contiguous()
 
 
-def attend_packed(
+def attend_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    sequences: Sequences,
+    sequences: SequenceEnds,
     band: Band,
-    options: Options,
-    left_out: Tensor | None = None,
+    spec: AttentionSpec,
+    masked_out: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention within each sequence of a packed batch.
+    """Compute attention within each of several packed sequences.
 
     Args:
         query: ``[T, N, D]``, the sequences one behind the other.
         key: ``[T_k, N_k, D]``.
         value: ``[T_k, N_k, D_v]``.
-        sequences: where they end. What lies behind the last one gives zero.
+        sequences: where they end. Tokens behind the last one give zero.
         band: which keys of its sequence a query sees.
-        options: how scores become weights.
-        left_out: the same for the longest queries and keys, ``[S_q, S_k]``, for a band that no operator is told of.
+        spec: how scores become weights.
+        masked_out: the band as a mask, ``[S_q, S_k]`` for the longest sequence, where operators have no mode for it.
 
     Returns:
         ``[T, N, D_v]``, in the dtype of the query.
     """
     total = query.shape[0]
-    if not sequences.ends:  # as one without tokens, which keeps the graph of autograd
-        sequences, options = Sequences((0,), (0,)), replace(options, slopes=None)
+    if not sequences.ends:  # one sequence without tokens stands for none, and keeps the graph of autograd
+        sequences, spec = SequenceEnds((0,), (0,)), replace(spec, alibi_slopes=None)
     used, key_used = (ends[-1] for ends in sequences)
-    query, key, value = _part(query, 0, used), _part(key, 0, key_used), _part(value, 0, key_used)
+    query, key, value = _slice(query, 0, used), _slice(key, 0, key_used), _slice(value, 0, key_used)
     if (
-        is_fused(query, key, value, options)
-        and is_fused_packed(sequences, band)
-        and fits_packed_gradient(query, key, value, band if left_out is None else None)
+        is_fused(query, key, value, spec)
+        and is_fused_varlen(sequences, band)
+        and fits_varlen_gradient(query, key, value, band if masked_out is None else None)
     ):
         try:
-            result = _launch_packed(query, key, value, sequences, band if left_out is None else left_out, options)
+            result = _launch_varlen(query, key, value, sequences, band if masked_out is None else masked_out, spec)
         except RuntimeError as error:
-            if options.sink is None or not refuses_sinks(error):
+            if spec.sink is None or not refuses_sinks(error):
                 raise
-            result = attend_packed_in_torch(query, key, value, sequences, band, options)
+            result = reference_varlen_attention(query, key, value, sequences, band, spec)
     else:
-        result = attend_packed_in_torch(query, key, value, sequences, band, options)
+        result = reference_varlen_attention(query, key, value, sequences, band, spec)
     return result if used == total else F.pad(result, (0, 0, 0, 0, 0, total - used))
 
 
-def _launch_packed(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, seen: Band | Tensor, options: Options
+def _launch_varlen(
+    query: Tensor, key: Tensor, value: Tensor, sequences: SequenceEnds, masking: Band | Tensor, spec: AttentionSpec
 ) -> Tensor:
-    """Launch once for as many sequences as the operator takes."""
+    """Launch the operator once for each ``MOST_SEQUENCES`` sequences, as many as it takes."""
     size, sequences = value.shape[2], sequences.without_empty()
-    query, key, value = padded(query, key, value)
+    query, key, value = pad_heads(query, key, value)
     parts, start, key_start = [], 0, 0
     for first in range(0, len(sequences.ends), MOST_SEQUENCES):
         ends, key_ends = (ends[first : first + MOST_SEQUENCES] for ends in sequences)
         end, key_end = ends[-1], key_ends[-1]
         if end > start:
-            some = _part(query, start, end), *(_part(tensor, key_start, key_end) for tensor in (key, value))
-            shifted = Sequences(tuple(e - start for e in ends), tuple(e - key_start for e in key_ends))
+            tensors = _slice(query, start, end), *(_slice(tensor, key_start, key_end) for tensor in (key, value))
+            shifted = SequenceEnds(tuple(e - start for e in ends), tuple(e - key_start for e in key_ends))
             longest, key_longest = (max(lengths) for lengths in zip(*shifted.lengths()))
-            of_these = seen[:longest, :key_longest] if isinstance(seen, Tensor) else seen
-            sparsity = sparsity_of(of_these, longest, key_longest, query)
-            parts.append(launch_differentiable(*some, "TND", sparsity, options, *shifted))
+            cropped = masking[:longest, :key_longest] if isinstance(masking, Tensor) else masking
+            operator_mask = to_operator_mask(cropped, longest, key_longest, query)
+            parts.append(launch_differentiable(*tensors, "TND", operator_mask, spec, *shifted))
         start, key_start = end, key_end
     result = parts[0] if len(parts) == 1 else torch.cat(parts)
     return result[..., :size].contiguous() if result.shape[-1] > size else result
 
 
-def _part(tensor: Tensor, start: int, end: int) -> Tensor:
-    """Return rows of a tensor. All of them are itself: the gradient of a slice is a copy."""
+def _slice(tensor: Tensor, start: int, end: int) -> Tensor:
+    """Return some tokens of a tensor, and the tensor itself for all of them: the gradient of a slice is a copy."""
     return tensor if (start, end) == (0, len(tensor)) else tensor[start:end]
 
 
-def _reachable(query: Tensor, key: Tensor, value: Tensor, band: Band) -> tuple[Tensor, Tensor]:
-    """Leave out the keys before all that a query sees: of a long cache a window sees its end."""
+def _within_window(query: Tensor, key: Tensor, value: Tensor, band: Band) -> tuple[Tensor, Tensor]:
+    """Return the keys and values from the first that a query sees: a sliding window sees the end of a long cache."""
     if band.left is None:
         return key, value
     reachable = query.shape[2] + band.left
@@ -135,23 +135,24 @@ def _reachable(query: Tensor, key: Tensor, value: Tensor, band: Band) -> tuple[T
     return key[:, :, -reachable:], value[:, :, -reachable:]
 
 
-def _nearest_layout(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """Choose the layout in which less has to be copied: projections leave BSND, caches hold BNSD.
+def _cheapest_layout(query: Tensor, key: Tensor, value: Tensor) -> str:
+    """Choose the layout in which less has to be copied: projections return BSND, caches hold BNSD.
 
-    The result is wanted as BSND, and copied where it is not.
+    The result has to be BSND, and is copied where it is not.
     """
-    as_bnsd = _copied(query) + _copied(key) + _copied(value) + (query.numel() if query.shape[2] > 1 else 0)
-    as_bsnd = sum(_copied(tensor.transpose(1, 2)) for tensor in (query, key, value))
+    as_bnsd = _copied_numbers(query) + _copied_numbers(key) + _copied_numbers(value)
+    as_bnsd += query.numel() if query.shape[2] > 1 else 0
+    as_bsnd = sum(_copied_numbers(tensor.transpose(1, 2)) for tensor in (query, key, value))
     return "BNSD" if as_bnsd < as_bsnd else "BSND"
 
 
-def _copied(tensor: Tensor) -> int:
+def _copied_numbers(tensor: Tensor) -> int:
     return 0 if tensor.is_contiguous() else tensor.numel()
 
 
-def _whole(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Give a mask one of the shapes that the operators take: BNSS, B1SS or 11SS."""
+def _expand_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Expand a mask to one of the shapes that the operators take: BNSS, B1SS or 11SS."""
     batch, heads = query.shape[:2]
-    rows, columns = mask.shape[:2]
-    shape = (1, 1) if rows == columns == 1 else (batch, heads if columns > 1 else 1)
+    mask_batch, mask_heads = mask.shape[:2]
+    shape = (1, 1) if mask_batch == mask_heads == 1 else (batch, heads if mask_heads > 1 else 1)
     return mask.expand(*shape, query.shape[2], key.shape[2]).contiguous()

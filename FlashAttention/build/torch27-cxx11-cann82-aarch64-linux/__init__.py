@@ -1,9 +1,9 @@
-"""Attention for Huawei Ascend NPUs: flash-attn's functions, and what the attention of transformers is made of."""
+"""Attention for Huawei Ascend NPUs: flash-attn's functions, and transformers' attention and mask interfaces."""
 
 from .attention_interface import attention_forward
 from .functional import flash_attn_func, flash_attn_varlen_func
 from .masks.mask_interface import attention_mask
-from .ops.double_backward import register_derivative_of_attention
+from .ops.double_backward import register_double_backward
 from .ops.limits import reads_chosen_in_place
 from .sparse.lightning_indexer import top_k_keys
 from .sparse.sparse_attention import attend_chosen
@@ -20,4 +20,4 @@ __all__ = [
     "top_k_keys",
 ]
 
-register_derivative_of_attention()
+register_double_backward()

@@ -1,7 +1,7 @@
-"""Indexers of sparse attention: which keys a query attends to, of DeepSeek-V3.2 and others.
+"""The lightning indexer of DeepSeek sparse attention: choose the keys that a query attends to.
 
-The scores of all heads are not made: what is made for some queries at a time takes no more than `BYTES` of
-`chosen_keys`, however many there are.
+The scores of all queries are never in memory at once: a block of them takes no more than ``BLOCK_BYTES`` of
+sparse_attention.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from .._common.autocast import without_autocast
 from .._common.captures import capturing
 from ..attention_spec import CAUSAL
 from ..masks.mask_description import MaskDescription
-from ..ops.limits import MOST_ROWS_COPIED, is_fused_choice, of_one_dtype
-from ..varlen.varlen_batch import Packing
-from .sparse_attention import ABSENT, in_budget, mask_of, masked
+from ..ops.limits import MOST_COPIED_BATCHES, in_autocast_dtype, is_fused_indexer
+from ..varlen.varlen_batch import VarlenBatch
+from .sparse_attention import ABSENT, apply_mask, blocks_in_budget, mask_slice
 
-_ALL_KEYS, _UP_TO_ITS_OWN = 0, 3  # sparse modes: the last query stands at the last key
-_FROM_START = CAUSAL._replace(from_start=True)
+_NO_CAUSAL_MASK, _CAUSAL_LOWER_RIGHT = 0, 3  # values of sparse_mode
+_CAUSAL_UPPER_LEFT = CAUSAL._replace(upper_left=True)
 
 
 def top_k_keys(
@@ -29,10 +29,10 @@ def top_k_keys(
 ) -> Tensor:
     """Choose for each query the keys with the highest ``sum_h weights_h · relu(scale · q_h · k)``.
 
-    Scores are in float32. Of equal ones torch.topk chooses, or npu_lightning_indexer where that computes them. Where
-    there are no more keys than are to be chosen, they are all returned in their order; a query that sees fewer gets
-    others with them, which the mask leaves out. Of a prompt the host reads once which tokens are padding, for all
-    layers, unless a graph is captured.
+    Scores are in float32. Ties are resolved as torch.topk does, or npu_lightning_indexer where that computes them.
+    If there are at most ``count`` keys, all are returned in their order. A query that sees fewer than ``count`` keys
+    also gets some that the mask excludes. Of a prompt with padding the host reads the mask once for all layers, unless
+    a graph is captured.
 
     Args:
         query: ``[B, S_q, H, D]``.
@@ -41,7 +41,7 @@ def top_k_keys(
         mask: what ``attention_mask`` returned; or bool, True where a query sees a key, or floating and added to the
             scores, ``[B or 1, S_q, S_k]`` or with heads before ``S_q``, of which the first one counts.
         count: how many keys are chosen.
-        scale: a factor above 0 of the products.
+        scale: a positive factor of the products.
 
     Returns:
         int32 ``[B, S_q, count]``, or as many as there are keys, with the highest scores first.
@@ -54,13 +54,13 @@ def top_k_keys(
     keys = key.shape[1]
     if count >= keys:
         return torch.arange(keys, dtype=torch.int32, device=key.device).expand(*query.shape[:2], -1)
-    query, key = of_one_dtype(query, key)
+    query, key = in_autocast_dtype(query, key)
     with without_autocast(query):
-        if is_fused_choice(query, key, count):
-            found = _by_operator(query.contiguous(), key.contiguous(), weights.float().contiguous(), mask, count)
+        if is_fused_indexer(query, key, count):
+            found = _fused_top_k(query.contiguous(), key.contiguous(), weights.float().contiguous(), mask, count)
             if found is not None:
                 return found
-        return _of_scores(query, key, weights.float(), mask, count, scale)
+        return _reference_top_k(query, key, weights.float(), mask, count, scale)
 
 
 def _check(query: Tensor, key: Tensor, weights: Tensor) -> None:
@@ -77,48 +77,53 @@ def _check(query: Tensor, key: Tensor, weights: Tensor) -> None:
         )
 
 
-def _by_operator(
+def _fused_top_k(
     query: Tensor, key: Tensor, weights: Tensor, mask: MaskDescription | Tensor, count: int
 ) -> Tensor | None:
-    """Choose by ``npu_lightning_indexer``, which is told lengths and no mask; None where lengths are not enough."""
+    """Choose by ``npu_lightning_indexer``, which takes lengths but no mask; None if lengths cannot express the mask."""
     batch, queries, keys = *query.shape[:2], key.shape[1]
     is_described = isinstance(mask, MaskDescription)
     if is_described and mask.is_causal(queries, keys):
-        found = _operator(query, key, weights, count)
-        return torch.where(found == ABSENT, keys - 1, found)  # of rows that do not see the last key
+        found = _lightning_indexer(query, key, weights, count)
+        return torch.where(found == ABSENT, keys - 1, found)  # only of queries that do not see the last key
     if queries == 1:
-        places = _places_of_one_query(query, mask, batch, keys)
-        return None if places is None else _of_one_query(query, key, weights, places, count)
+        visible = _single_query_keys(query, mask, batch, keys)
+        return None if visible is None else _top_k_single_query(query, key, weights, visible, count)
     if is_described and (queries, keys) == (mask.queries, mask.keys) and not capturing():
-        packing = mask.plain(batch)
-        if isinstance(packing, Packing) and packing.band == CAUSAL and packing.is_of_itself():
-            return _of_sequences(query, key, weights, packing, count)
-        if isinstance(packing, Packing) and packing.band == _FROM_START:
-            lengths = packing.sequences.lengths()
+        varlen = mask.band_or_varlen(batch)
+        if isinstance(varlen, VarlenBatch) and varlen.band == CAUSAL and varlen.is_self_attention():
+            return _top_k_within_sequences(query, key, weights, varlen, count)
+        if isinstance(varlen, VarlenBatch) and varlen.band == _CAUSAL_UPPER_LEFT:
+            lengths = varlen.sequences.lengths()
             if all(length == queries for length, _ in lengths):
-                return _before_padding(query, key, weights, mask, count, min(kept for _, kept in lengths))
+                return _top_k_right_padded(query, key, weights, mask, count, min(kept for _, kept in lengths))
     return None
 
 
-def _places_of_one_query(query: Tensor, mask: MaskDescription | Tensor, batch: int, keys: int) -> _Places | None:
-    """Return where the keys are that one query a row sees, for all layers; None of a mask that is added."""
-    if (isinstance(mask, Tensor) and mask.dtype != torch.bool) or batch > MOST_ROWS_COPIED:
+def _single_query_keys(query: Tensor, mask: MaskDescription | Tensor, batch: int, keys: int) -> _VisibleKeys | None:
+    """Return the keys that the one query of each sequence sees, found once for all layers; None for an added mask."""
+    if (isinstance(mask, Tensor) and mask.dtype != torch.bool) or batch > MOST_COPIED_BATCHES:
         return None
-    make = lambda: _places(mask_of(mask, 0, 1, query)[..., :keys].expand(batch, 1, -1).squeeze(1))  # noqa: E731
-    return mask.made((batch, keys, query.device), make) if isinstance(mask, MaskDescription) else make()
+
+    def find() -> _VisibleKeys:
+        return _find_visible_keys(mask_slice(mask, 0, 1, query)[..., :keys].expand(batch, 1, -1).squeeze(1))
+
+    return mask.cached((batch, keys, query.device), find) if isinstance(mask, MaskDescription) else find()
 
 
-def _of_one_query(query: Tensor, key: Tensor, weights: Tensor, places: _Places, count: int) -> Tensor:
-    """Choose among the keys that one query a row sees, in place where they lie one behind the other.
+def _top_k_single_query(query: Tensor, key: Tensor, weights: Tensor, visible: _VisibleKeys, count: int) -> Tensor:
+    """Choose among the keys that the one query of each sequence sees.
 
-    Elsewhere ``npu_moe_init_routing_v2`` copies them, and them alone, to lie so: which it is the device decides.
+    The operator takes contiguous keys. Where the visible ones of a sequence are contiguous in the cache they are read
+    in place; otherwise ``npu_moe_init_routing_v2`` gathers them. Both are launched, and the device takes the result of
+    the one or the other for each sequence, so that the host need not wait for the mask.
     """
     batch, keys, _ = key.shape
     query, key, weights = query.flatten(0, 1), key.flatten(0, 1), weights.flatten(0, 1)
-    in_place = _operator(query, key, weights, count, "TND", places.query_ends, places.key_ends)
+    in_place = _lightning_indexer(query, key, weights, count, "TND", visible.query_ends, visible.key_ends)
     copies, _, counts, _ = torch.ops.npu.npu_moe_init_routing_v2(
         key,
-        places.copied,
+        visible.copied,
         expert_num=batch + 1,
         expert_tokens_num_type=1,
         expert_tokens_num_flag=True,
@@ -127,80 +132,90 @@ def _of_one_query(query: Tensor, key: Tensor, weights: Tensor, places: _Places, 
         row_idx_type=1,
     )
     copied_ends = counts.cumsum(0, dtype=torch.int32)  # CANN sums int64 on an AI CPU
-    among_copies = _operator(query, copies, weights, count, "TND", places.rows + 1, copied_ends)
-    found = torch.where(places.are_together, in_place, among_copies)
+    among_copies = _lightning_indexer(query, copies, weights, count, "TND", visible.batch_indices + 1, copied_ends)
+    found = torch.where(visible.are_contiguous, in_place, among_copies)
     found = torch.where(found == ABSENT, keys - 1, found)
-    return _of_rows(places.order, found).int().unsqueeze(1)
+    return _gather_last_dim(visible.order, found).int().unsqueeze(1)
 
 
-class _Places(NamedTuple):
-    """Says, on the device, where the keys are that one query a row sees."""
+class _VisibleKeys(NamedTuple):
+    """Holds, on the device, which keys the one query of each sequence sees.
 
-    order: Tensor  # int64 [B, S_k]: those that it sees before all others
-    are_together: Tensor  # bool [B, 1]: whether they lie one behind the other
-    rows: Tensor  # int32 [B]: 0, 1, 2 ...
-    query_ends: Tensor  # int32 [3B], of sequences: the keys before, which have no query; those that it sees; others
-    key_ends: Tensor  # int32 [3B]
-    copied: Tensor  # int32 [B · S_k, 1]: the row of a key that is copied, B of others
-
-
-def _places(seen: Tensor) -> _Places:
-    """Return where the keys are that are seen, ``[B, S_k]``.
-
-    Each row has one at least in each launch, even where that is not seen or not needed: for sequences without any the
-    operator writes nothing (CANN's ops-transformer, lightning_indexer_kernel, ``ProcessInvalid``, in TND).
+    In place the keys of a sequence are three packed ones: those before the visible keys, these, and those behind them.
+    Only the second has a query.
     """
-    batch, keys = seen.shape
-    rows = torch.arange(batch, dtype=torch.int32, device=seen.device)
-    row, number = rows.unsqueeze(-1), seen.sum(-1, keepdim=True, dtype=torch.int32)
-    order = seen.half().sort(dim=-1, descending=True, stable=True).indices
-    first, last = (each.int() for each in (order[:, :1], _of_rows(order, (number - 1).clamp(min=0))))
-    are_together = last - first < number
-    behind = torch.where(are_together, last, first) + 1
-    ends = torch.cat((first, behind, torch.full_like(first, keys)), dim=-1) + row * keys
-    copied = torch.where(seen & ~are_together, row, batch).scatter_(-1, first.long(), row)
-    query_ends = torch.cat((row, row + 1, row + 1), dim=-1)
-    return _Places(order, are_together, rows, query_ends.flatten(), ends.flatten(), copied.view(-1, 1))
+
+    order: Tensor  # int64 [B, S_k]: indices of keys, the visible ones first
+    are_contiguous: Tensor  # bool [B, 1]: whether the visible ones are
+    batch_indices: Tensor  # int32 [B]: 0, 1, 2 ...
+    query_ends: Tensor  # int32 [3B]: where the three of each sequence end among the queries
+    key_ends: Tensor  # int32 [3B]: and among the keys
+    copied: Tensor  # int32 [B · S_k, 1]: the batch index of a key that is gathered, B for others
 
 
-def _of_rows(numbers: Tensor, places: Tensor) -> Tensor:
-    """Return what stands at places of their row, ``[B, k]`` of ``[B, S]``: many int64 are gathered on an AI CPU."""
+def _find_visible_keys(is_visible: Tensor) -> _VisibleKeys:
+    """Find the visible keys of a mask, bool ``[B, S_k]``.
+
+    Each sequence gets at least one key in each launch, even if it sees none or does not need this launch: the operator
+    writes nothing for sequences without keys (CANN's ops-transformer, lightning_indexer_kernel, ``ProcessInvalid``, in
+    TND).
+    """
+    batch, keys = is_visible.shape
+    batch_indices = torch.arange(batch, dtype=torch.int32, device=is_visible.device)
+    batch_index, number = batch_indices.unsqueeze(-1), is_visible.sum(-1, keepdim=True, dtype=torch.int32)
+    order = is_visible.half().sort(dim=-1, descending=True, stable=True).indices
+    first, last = (each.int() for each in (order[:, :1], _gather_last_dim(order, (number - 1).clamp(min=0))))
+    are_contiguous = last - first < number
+    behind = torch.where(are_contiguous, last, first) + 1
+    ends = torch.cat((first, behind, torch.full_like(first, keys)), dim=-1) + batch_index * keys
+    copied = torch.where(is_visible & ~are_contiguous, batch_index, batch).scatter_(-1, first.long(), batch_index)
+    query_ends = torch.cat((batch_index, batch_index + 1, batch_index + 1), dim=-1)
+    return _VisibleKeys(order, are_contiguous, batch_indices, query_ends.flatten(), ends.flatten(), copied.view(-1, 1))
+
+
+def _gather_last_dim(numbers: Tensor, indices: Tensor) -> Tensor:
+    """Gather ``[B, S]`` at indices ``[B, k]``. It is not torch.gather, which CANN computes of int64 on an AI CPU."""
     batch, size = numbers.shape
-    starts = torch.arange(0, batch * size, size, dtype=places.dtype, device=places.device).unsqueeze(-1)
-    return numbers.flatten().index_select(0, (places + starts).flatten()).view_as(places)
+    starts = torch.arange(0, batch * size, size, dtype=indices.dtype, device=indices.device).unsqueeze(-1)
+    return numbers.flatten().index_select(0, (indices + starts).flatten()).view_as(indices)
 
 
-def _of_sequences(query: Tensor, key: Tensor, weights: Tensor, packing: Packing, count: int) -> Tensor:
-    """Choose among the keys of a query's own sequence, and up to its own."""
+def _top_k_within_sequences(query: Tensor, key: Tensor, weights: Tensor, varlen: VarlenBatch, count: int) -> Tensor:
+    """Choose by causal attention within packed sequences."""
     batch, keys, _ = key.shape
     query, key, weights = query.flatten(0, 1), key.flatten(0, 1), weights.flatten(0, 1)
-    places, ends, first = packing.tokens(query.device)
-    if len(places) < batch * keys:
-        query, key, weights = (tensor.index_select(0, places) for tensor in (query, key, weights))
-    found = _operator(query, key, weights, count, "TND", ends, ends)
-    own, first = (places % keys).unsqueeze(-1), (first % keys).unsqueeze(-1)
-    unseen = torch.where(own < keys - 1, keys - 1, first - 1).clamp_(min=0)
-    found = torch.where(found == ABSENT, unseen, found + first).int()
-    if len(places) < batch * keys:
-        found = found.new_zeros(batch * keys, count).index_copy_(0, places, found)
+    indices, ends, first = varlen.token_layout(query.device)
+    if len(indices) < batch * keys:
+        query, key, weights = (tensor.index_select(0, indices) for tensor in (query, key, weights))
+    found = _lightning_indexer(query, key, weights, count, "TND", ends, ends)
+    own, first = (indices % keys).unsqueeze(-1), (first % keys).unsqueeze(-1)
+    masked_out_key = torch.where(own < keys - 1, keys - 1, first - 1).clamp_(min=0)
+    found = torch.where(found == ABSENT, masked_out_key, found + first).int()
+    if len(indices) < batch * keys:
+        found = found.new_zeros(batch * keys, count).index_copy_(0, indices, found)
     return found.unflatten(0, (batch, keys))
 
 
-def _before_padding(
+def _top_k_right_padded(
     query: Tensor, key: Tensor, weights: Tensor, mask: MaskDescription, count: int, first: int
 ) -> Tensor:
-    """Choose where padding stands behind tokens, from the place ``first`` on: only padding itself would see it."""
+    """Choose by causal attention with padding behind tokens, the earliest of it at key ``first``.
+
+    Tokens do not see padding anyway. Queries of padding see the tokens alone, which a second launch chooses from.
+    """
     keys = key.shape[1]
-    found = _operator(query, key, weights, count)
-    lengths = mask_of(mask, keys - 1, keys, query).squeeze(1).sum(-1, dtype=torch.int32)
+    found = _lightning_indexer(query, key, weights, count)
+    lengths = mask_slice(mask, keys - 1, keys, query).squeeze(1).sum(-1, dtype=torch.int32)
     few = query[:, first:].contiguous(), key, weights[:, first:].contiguous()
-    of_padding = _operator(*few, count, key_lengths=lengths, mode=_ALL_KEYS)
+    padding_choice = _lightning_indexer(*few, count, key_lengths=lengths, mode=_NO_CAUSAL_MASK)
     is_padding = torch.arange(first, keys, device=query.device) >= lengths.unsqueeze(-1)
-    found = torch.cat((found[:, :first], torch.where(is_padding.unsqueeze(-1), of_padding, found[:, first:])), dim=1)
+    found = torch.cat(
+        (found[:, :first], torch.where(is_padding.unsqueeze(-1), padding_choice, found[:, first:])), dim=1
+    )
     return torch.where(found == ABSENT, keys - 1, found)
 
 
-def _operator(
+def _lightning_indexer(
     query: Tensor,
     key: Tensor,
     weights: Tensor,
@@ -208,9 +223,9 @@ def _operator(
     layout: str = "BSND",
     lengths: Tensor | None = None,
     key_lengths: Tensor | None = None,
-    mode: int = _UP_TO_ITS_OWN,
+    mode: int = _CAUSAL_LOWER_RIGHT,
 ) -> Tensor:
-    """Return int32 ``[..., count]``, with `ABSENT` behind the keys that a query sees."""
+    """Launch the operator: int32 ``[..., count]``, with ``ABSENT`` behind the keys if a query sees fewer."""
     found, _ = torch.ops.npu.npu_lightning_indexer(
         query,
         key.unsqueeze(-2),
@@ -225,18 +240,19 @@ def _operator(
     return found.squeeze(-2)
 
 
-def _of_scores(
+def _reference_top_k(
     query: Tensor, key: Tensor, weights: Tensor, mask: MaskDescription | Tensor, count: int, scale: float
 ) -> Tensor:
+    """Choose from scores that are computed in torch, a block of queries at a time."""
     batch, queries, heads, _ = query.shape
-    keys, turned = key.shape[1], key.float().mT
+    keys, transposed_key = key.shape[1], key.float().mT
     result = torch.empty(batch, queries, count, dtype=torch.int32, device=query.device)
-    for begin, end in in_budget(queries, 4 * batch * heads * keys):
-        seen = mask.reach(end, keys) if isinstance(mask, MaskDescription) else keys
-        scores = query[:, begin:end].flatten(1, 2).float() @ turned[..., :seen]
+    for begin, end in blocks_in_budget(queries, 4 * batch * heads * keys):
+        reach = mask.visible_keys(end, keys) if isinstance(mask, MaskDescription) else keys
+        scores = query[:, begin:end].flatten(1, 2).float() @ transposed_key[..., :reach]
         if scale != 1:
             scores = scores.mul_(scale)
         scores = weights[:, begin:end].unsqueeze(-2) @ scores.relu_().unflatten(1, (-1, heads))
-        scores = F.pad(scores.squeeze(-2), (0, keys - seen), value=-torch.inf)
-        result[:, begin:end] = masked(scores, mask_of(mask, begin, end, query)[..., :keys]).topk(count).indices
+        scores = F.pad(scores.squeeze(-2), (0, keys - reach), value=-torch.inf)
+        result[:, begin:end] = apply_mask(scores, mask_slice(mask, begin, end, query)[..., :keys]).topk(count).indices
     return result

@@ -1,7 +1,7 @@
-"""Sparse attention as DeepSeek-V3.2 has it: attention to the keys that an indexer has chosen for each query.
+"""DeepSeek sparse attention: attention to the keys that an indexer has chosen for each query.
 
-No mask of all queries and keys is made: what is made for some queries at a time takes no more than `BYTES`, however
-many there are. Products are in the dtype of autocast where it is enabled, and sums in float32 as elsewhere.
+No mask of all queries and keys is made. Queries are computed in blocks whose intermediate results take no more than
+``BLOCK_BYTES``. Products are in the dtype of autocast where it is enabled, and sums in float32 as elsewhere.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .._common.autocast import without_autocast
 from .._common.second_order import differentiable_once
 from ..attention_spec import Band
 from ..masks.mask_description import MaskDescription
-from ..ops.limits import INTEGERS, of_one_dtype, reads_chosen_in_place
-from ..ops.reference import outside, softmax
-from ..varlen.varlen_batch import Packing
+from ..ops.limits import INTEGERS, in_autocast_dtype, reads_chosen_in_place
+from ..ops.reference import masked_out_by_band, softmax_with_sink
+from ..varlen.varlen_batch import VarlenBatch
 
-BYTES = 2**28  # of what is made for some queries at a time
-ABSENT = -1  # an index for which there is no key
+BLOCK_BYTES = 2**28  # of the intermediate results of a block of queries
+ABSENT = -1  # in place of an index where there are fewer keys than are to be chosen
 
 
 def attend_chosen(
@@ -34,16 +34,16 @@ def attend_chosen(
     scale: float,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Compute the attention of all heads to chosen keys of one head, whose first numbers are its values.
+    """Compute MLA's attention of all heads to chosen latents, which are both keys and values.
 
     Args:
         query: ``[B, S_q, N, R + R_r]``.
         latents: ``[B, S_k, R]``.
         rope: ``[B, S_k, R_r]``.
-        indices: ``[B, S_q, k]``, the keys of a query; those that it sees are different ones, and stand first.
-        mask: as that of `top_k_keys`: what it leaves out a query does not see.
+        indices: ``[B, S_q, k]``, the chosen keys of a query. Those that it sees are distinct, and stand first.
+        mask: which keys a query sees, as that of :func:`top_k_keys`.
         scale: the factor of the scores.
-        sink: ``[N]``, one more score of every row of a head.
+        sink: ``[N]``, one more score for each query of a head.
 
     Returns:
         ``[B, S_q, N, R]``. A query that sees no key gives zero. It is differentiable once, but for the mask.
@@ -52,7 +52,7 @@ def attend_chosen(
         ValueError: shapes or dtypes do not fit.
         TypeError: the query is not floating point, or indices are not integers.
     """
-    query, latents, rope = of_one_dtype(query, latents, rope)
+    query, latents, rope = in_autocast_dtype(query, latents, rope)
     _check(query, latents, rope, indices, sink)
     query, latents, rope = (narrowed(tensor) for tensor in (query, latents, rope))  # type: ignore[assignment]
     sink = None if sink is None else sink.float()
@@ -61,9 +61,9 @@ def attend_chosen(
     )
     is_added = isinstance(mask, Tensor) and mask.is_floating_point()
     if sink is None and not is_trained and not is_added and reads_chosen_in_place(query, latents, rope):
-        return _by_operator(query, latents, rope, indices, mask, scale)
+        return _fused_sparse_attention(query, latents, rope, indices, mask, scale)
     with without_autocast(query):
-        return ChosenAttention.apply(query, latents, rope, sink, indices, mask, scale)
+        return SparseAttention.apply(query, latents, rope, sink, indices, mask, scale)
 
 
 def _check(query: Tensor, latents: Tensor, rope: Tensor, indices: Tensor, sink: Tensor | None) -> None:
@@ -92,60 +92,64 @@ def _check(query: Tensor, latents: Tensor, rope: Tensor, indices: Tensor, sink: 
         )
 
 
-def left_out_beside(
-    indices: Tensor, seen: Band | Packing | Tensor, mask: Any, keys: int, sequences: tuple[Tensor, Tensor] | None
+def masked_out_unchosen(
+    indices: Tensor,
+    masking: Band | VarlenBatch | Tensor,
+    mask: Any,
+    keys: int,
+    sequences: tuple[Tensor, Tensor] | None,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield some queries after the other, with what is left out for them: what was not chosen, or not seen.
+    """Yield blocks of queries, each with a mask of the keys that were not chosen or that the queries do not see.
 
     Args:
-        indices: ``[B, S_q, k]``, the keys of a query.
-        seen: which keys the queries see; what is left out, ``[B or 1, N or 1, S_q, S_k]``, or a band; unless it is the
-            former, what `mask` says counts where that is a description.
-        mask: of the call.
-        keys: how many there are.
-        sequences: which one each query is in, and each key, ``[B, 1, tokens]``: others are left out; None for one.
+        indices: ``[B, S_q, k]``, the chosen keys of a query.
+        masking: a mask, ``[B or 1, N or 1, S_q, S_k]``, True where a key is masked out; or else a band, or packed
+            sequences that ``mask`` describes.
+        mask: the mask of the call. If it is a description, it counts unless ``masking`` is a mask.
+        keys: the number of keys.
+        sequences: the index of the sequence of each query and of each key, ``[B, 1, tokens]``; None for one sequence.
     """
     batch, queries, _ = indices.shape
-    is_described = isinstance(mask, MaskDescription) and not isinstance(seen, Tensor)
-    if isinstance(seen, Band) and not is_described:
-        seen = outside(seen, queries, keys, indices.device)
-    for begin, end in in_budget(queries, batch * keys):
-        rows = slice(begin, end)
+    is_described = isinstance(mask, MaskDescription) and not isinstance(masking, Tensor)
+    if isinstance(masking, Band) and not is_described:
+        masking = masked_out_by_band(masking, queries, keys, indices.device)
+    for begin, end in blocks_in_budget(queries, batch * keys):
+        block = slice(begin, end)
         # uint8: CANN scatters bool on an AI CPU (ops-nn, scatter_elements.cpp, AICORE_910B_DTYPE_SUPPORT_LIST)
-        left_out = torch.ones(batch, end - begin, keys, dtype=torch.uint8, device=indices.device)
-        left_out = left_out.scatter_(-1, indices[:, rows].long(), 0).bool().unsqueeze(1)
+        masked_out = torch.ones(batch, end - begin, keys, dtype=torch.uint8, device=indices.device)
+        masked_out = masked_out.scatter_(-1, indices[:, block].long(), 0).bool().unsqueeze(1)
         if is_described:
-            left_out = left_out | ~mask.of_queries(begin, end)[..., :keys].to(indices.device)
-        elif seen is not None:
-            left_out = left_out | seen[..., rows, :]
+            masked_out = masked_out | ~mask.mask_slice(begin, end)[..., :keys].to(indices.device)
+        elif masking is not None:
+            masked_out = masked_out | masking[..., block, :]
         if sequences is not None:
-            left_out = left_out | (sequences[0][..., rows].unsqueeze(-1) != sequences[1].unsqueeze(-2))
-        yield rows, left_out
+            masked_out = masked_out | (sequences[0][..., block].unsqueeze(-1) != sequences[1].unsqueeze(-2))
+        yield block, masked_out
 
 
-class _Part(NamedTuple):
-    """Holds what some queries need of their keys: ``[T, k, ...]`` for ``T = B · rows``."""
+class _QueryBlock(NamedTuple):
+    """Holds a block of queries and their chosen keys, ``T`` queries in the whole batch."""
 
-    rows: slice
-    flat: Tensor  # the places of keys in [B · S_k], [T · k]
+    queries: slice
+    flat_indices: Tensor  # [T · k], into [B · S_k]
     keys: Tensor  # [T, k, R + R_r]
     query: Tensor  # [T, N, R + R_r]
     weights: Tensor  # [T, N, k], float32
 
 
-class ChosenAttention(torch.autograd.Function):
-    """Gathers the keys of some queries after the other, and again for the gradient: nothing is kept of them.
+class SparseAttention(torch.autograd.Function):
+    """Gathers the chosen keys of a block of queries at a time, and again in the backward: it saves none of them.
 
-    ``apply(query, latents, rope, sink, indices, mask, scale)`` takes what `attend_chosen` takes.
+    ``apply(query, latents, rope, sink, indices, mask, scale)`` takes the arguments of ``attend_chosen``.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, latents: Tensor, rope: Tensor, sink: Tensor | None, *rest: Any) -> Tensor:
         rank = latents.shape[-1]
         out = query.new_empty(*query.shape[:3], rank)
-        for part in _with_chosen_keys(query, latents, rope, sink, *rest):
-            found = part.weights.to(query.dtype) @ part.keys[..., :rank]
-            out[:, part.rows] = found.view_as(out[:, part.rows])
+        for block in _query_blocks(query, latents, rope, sink, *rest):
+            found = block.weights.to(query.dtype) @ block.keys[..., :rank]
+            out[:, block.queries] = found.view_as(out[:, block.queries])
         ctx.save_for_backward(query, latents, rope, sink, rest[0], out)
         ctx.rest = rest[1:]
         return out
@@ -168,57 +172,61 @@ def _gradients(
     mask: Any,
     scale: float,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of query, latents, rope and sink."""
+    """Compute the gradients of query, latents, rope and sink."""
     rank, dtype = latents.shape[-1], query.dtype
-    of_query = torch.empty_like(query)
-    of_keys = torch.zeros(latents.shape[0] * latents.shape[1], query.shape[-1], device=query.device)
-    of_sink = None if sink is None else torch.zeros(len(sink), device=query.device)
-    for part in _with_chosen_keys(query, latents, rope, sink, indices, mask, scale):
-        grad = gradient[:, part.rows].flatten(0, 1)
-        mean = (grad.float() * out[:, part.rows].flatten(0, 1)).sum(-1, keepdim=True)
-        of_scores = (grad @ part.keys[..., :rank].mT).float().sub_(mean).mul_(part.weights)
-        if of_sink is not None:
-            of_sink -= ((1 - part.weights.sum(-1)) * mean.squeeze(-1)).sum(0)
-        of_scores = of_scores.mul_(scale).to(dtype)
-        of_query[:, part.rows] = (of_scores @ part.keys).view_as(of_query[:, part.rows])
-        added = of_scores.mT @ part.query
-        added[..., :rank] += part.weights.to(dtype).mT @ grad
-        of_keys.index_add_(0, part.flat, added.flatten(0, 1).float())
-    of_keys = of_keys.view(*latents.shape[:2], query.shape[-1]).to(dtype)
-    of_sink = None if of_sink is None else of_sink.to(sink.dtype)
-    return of_query, of_keys[..., :rank], of_keys[..., rank:], of_sink
+    d_query = torch.empty_like(query)
+    d_keys = torch.zeros(latents.shape[0] * latents.shape[1], query.shape[-1], device=query.device)
+    d_sink = None if sink is None else torch.zeros(len(sink), device=query.device)
+    for block in _query_blocks(query, latents, rope, sink, indices, mask, scale):
+        grad = gradient[:, block.queries].flatten(0, 1)
+        mean = (grad.float() * out[:, block.queries].flatten(0, 1)).sum(-1, keepdim=True)
+        d_scores = (grad @ block.keys[..., :rank].mT).float().sub_(mean).mul_(block.weights)
+        if d_sink is not None:
+            d_sink -= ((1 - block.weights.sum(-1)) * mean.squeeze(-1)).sum(0)
+        d_scores = d_scores.mul_(scale).to(dtype)
+        d_query[:, block.queries] = (d_scores @ block.keys).view_as(d_query[:, block.queries])
+        added = d_scores.mT @ block.query
+        added[..., :rank] += block.weights.to(dtype).mT @ grad
+        d_keys.index_add_(0, block.flat_indices, added.flatten(0, 1).float())
+    d_keys = d_keys.view(*latents.shape[:2], query.shape[-1]).to(dtype)
+    d_sink = None if d_sink is None else d_sink.to(sink.dtype)
+    return d_query, d_keys[..., :rank], d_keys[..., rank:], d_sink
 
 
-def _with_chosen_keys(
+def _query_blocks(
     query: Tensor, latents: Tensor, rope: Tensor, sink: Tensor | None, indices: Tensor, mask: Any, scale: float
-) -> Iterator[_Part]:
+) -> Iterator[_QueryBlock]:
+    """Gather the keys and compute the weights of one block of queries after the other."""
     batch, queries, heads, size = query.shape
     keys, count = latents.shape[1], indices.shape[-1]
     first = torch.arange(batch, device=query.device).view(-1, 1, 1) * keys
     latents, rope = latents.flatten(0, 1), rope.flatten(0, 1)
-    row = count * (size * (2 * query.element_size() + 4) + heads * (query.element_size() + 8))
-    for begin, end in in_budget(queries, batch * row):
-        rows = slice(begin, end)
-        chosen = indices[:, rows].long()
-        flat = (chosen + first).flatten()
-        gathered = torch.cat((latents.index_select(0, flat), rope.index_select(0, flat)), dim=-1)
+    query_bytes = count * (size * (2 * query.element_size() + 4) + heads * (query.element_size() + 8))
+    for begin, end in blocks_in_budget(queries, batch * query_bytes):
+        chosen = indices[:, begin:end].long()
+        flat_indices = (chosen + first).flatten()
+        gathered = torch.cat((latents.index_select(0, flat_indices), rope.index_select(0, flat_indices)), dim=-1)
         gathered = gathered.view(batch * chosen.shape[1], count, gathered.shape[1])
-        few = query[:, rows].flatten(0, 1)
-        scores = (few.float() @ gathered.float().mT).mul_(scale)  # rounded to 16 bits they are further from float64
-        seen = _mask_at(mask_of(mask, begin, end, query), chosen).flatten(0, 1)
-        weights = softmax(masked(scores, seen.unsqueeze(1)).unsqueeze(2), sink).squeeze(2)
-        yield _Part(rows, flat, gathered, few, weights)
+        block_query = query[:, begin:end].flatten(0, 1)
+        scores = (block_query.float() @ gathered.float().mT).mul_(
+            scale
+        )  # rounded to 16 bits they are further from float64
+        block_mask = _gather_mask(mask_slice(mask, begin, end, query), chosen).flatten(0, 1)
+        weights = softmax_with_sink(apply_mask(scores, block_mask.unsqueeze(1)).unsqueeze(2), sink).squeeze(2)
+        yield _QueryBlock(slice(begin, end), flat_indices, gathered, block_query, weights)
 
 
-def _by_operator(query: Tensor, latents: Tensor, rope: Tensor, indices: Tensor, mask: Any, scale: float) -> Tensor:
-    """Attend by an operator, which takes no mask: keys that a query does not see become absent, behind the others."""
+def _fused_sparse_attention(
+    query: Tensor, latents: Tensor, rope: Tensor, indices: Tensor, mask: Any, scale: float
+) -> Tensor:
+    """Launch ``npu_sparse_flash_attention``. It takes no mask: the index of a key that is masked out becomes absent."""
     rank = latents.shape[-1]
     is_causal = isinstance(mask, MaskDescription) and mask.is_causal(query.shape[1], latents.shape[1])
-    none = None
+    sees_no_key = None
     if not is_causal:
-        seen = _seen(mask, indices)
-        none = ~seen.any(-1)[..., None, None]
-        indices = torch.where(seen, indices, ABSENT)
+        is_visible = _visible_chosen(mask, indices)
+        sees_no_key = ~is_visible.any(-1)[..., None, None]
+        indices = torch.where(is_visible, indices, ABSENT)
     key = latents.unsqueeze(2).contiguous()
     out = torch.ops.npu.npu_sparse_flash_attention(
         query[..., :rank].contiguous(),
@@ -231,40 +239,41 @@ def _by_operator(query: Tensor, latents: Tensor, rope: Tensor, indices: Tensor, 
         sparse_mode=3 if is_causal else 0,
         attention_mode=2,
     )[0]
-    return out if none is None else out.masked_fill(none, 0)
+    return out if sees_no_key is None else out.masked_fill(sees_no_key, 0)
 
 
-def _seen(mask: MaskDescription | Tensor, indices: Tensor) -> Tensor:
-    """Tell which of the chosen keys their queries see."""
+def _visible_chosen(mask: MaskDescription | Tensor, indices: Tensor) -> Tensor:
+    """Return which of the chosen keys a query sees, bool ``[B, S_q, k]``."""
     parts = []
-    for begin, end in in_budget(indices.shape[1], 4 * len(indices) * indices.shape[-1]):
+    for begin, end in blocks_in_budget(indices.shape[1], 4 * len(indices) * indices.shape[-1]):
         chosen = indices[:, begin:end].long()
-        parts.append(_mask_at(mask_of(mask, begin, end, chosen), chosen))
+        parts.append(_gather_mask(mask_slice(mask, begin, end, chosen), chosen))
     return torch.cat(parts, dim=1)
 
 
-def _mask_at(rows: Tensor, chosen: Tensor) -> Tensor:
-    """Return what rows of a mask, ``[B or 1, T, S_k]``, say of chosen keys, ``[B, T, k]``.
+def _gather_mask(mask: Tensor, chosen: Tensor) -> Tensor:
+    """Gather a mask, ``[B or 1, T, S_k]``, at chosen keys, ``[B, T, k]``.
 
     A bool one is gathered in float16: CANN gathers bool, and much of uint8, on an AI CPU (ops-nn, gather_elements.cpp).
     """
-    is_bool = rows.dtype == torch.bool
-    found = (rows.half() if is_bool else rows).expand(len(chosen), -1, -1).gather(-1, chosen)
+    is_bool = mask.dtype == torch.bool
+    found = (mask.half() if is_bool else mask).expand(len(chosen), -1, -1).gather(-1, chosen)
     return found.bool() if is_bool else found
 
 
-def in_budget(queries: int, row: int) -> Iterator[tuple[int, int]]:
-    """Yield where parts of the queries begin and end, of which each takes so many bytes."""
-    rows = max(1, BYTES // max(1, row))
-    for begin in range(0, queries, rows):
-        yield begin, min(begin + rows, queries)
+def blocks_in_budget(queries: int, query_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield where blocks of queries begin and end, each within ``BLOCK_BYTES`` if a query takes ``query_bytes``."""
+    size = max(1, BLOCK_BYTES // max(1, query_bytes))
+    for begin in range(0, queries, size):
+        yield begin, min(begin + size, queries)
 
 
-def mask_of(mask: MaskDescription | Tensor, begin: int, end: int, like: Tensor) -> Tensor:
-    """Return what a mask says of some queries, ``[B or 1, end - begin, S_k]``, where another tensor is."""
-    rows = mask.of_queries(begin, end) if isinstance(mask, MaskDescription) else mask[..., begin:end, :]
-    return (rows[:, 0] if rows.dim() == 4 else rows).to(like.device)
+def mask_slice(mask: MaskDescription | Tensor, begin: int, end: int, like: Tensor) -> Tensor:
+    """Return the mask of some queries without heads, ``[B or 1, end - begin, S_k]``, on the device of ``like``."""
+    part = mask.mask_slice(begin, end) if isinstance(mask, MaskDescription) else mask[..., begin:end, :]
+    return (part[:, 0] if part.dim() == 4 else part).to(like.device)
 
 
-def masked(scores: Tensor, rows: Tensor) -> Tensor:
-    return scores.masked_fill(~rows, -torch.inf) if rows.dtype == torch.bool else scores + rows
+def apply_mask(scores: Tensor, mask: Tensor) -> Tensor:
+    """Return scores that are minus infinity where a bool mask is False, or to which a floating one is added."""
+    return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask

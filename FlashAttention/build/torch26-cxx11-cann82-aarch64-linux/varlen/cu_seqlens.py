@@ -1,151 +1,99 @@
-"""Lengths of sequences on the host: read from the device once, however many layers want them.
+"""Cumulative lengths of packed sequences, ``cu_seqlens``: read by the host once, and compared on the device.
 
 A read lets the host wait for all that was launched before it.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._common.captures import capturing
-from ..selective_checkpoints import unseen
+from ..selective_checkpoints import outside_selective_checkpoint
 
-# the values of cumulative lengths, with the version of the tensor that they were read from
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-class _Waiting(threading.local):
-    """Holds what waits in each thread: what another one has launched may be on a stream that nobody has waited for."""
-
-    def __init__(self) -> None:
-        self.values: WeakSet[HostValues] = WeakSet()
+# tensor -> its version when it was read, and the ends of its sequences
+_read_ends: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-_waiting = _Waiting()
+def sequence_ends(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """Return where each packed sequence ends.
 
-
-class HostValues:
-    """Holds a tensor of integers or booleans, and its values on the host once they are wanted.
-
-    All of a thread that are waiting on a device are read together: a model with several kinds of masks lets the host
-    wait once.
-
-    >>> padding, packed = HostValues(padding_mask), HostValues(sequence_ids)
-    >>> padding.values  # reads both
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self._values: Tensor | None = None
-        _waiting.values.add(self)
-
-    @property
-    def values(self) -> Tensor:
-        """Return the values, int32 on the CPU, in the shape of the tensor."""
-        if self._values is None:
-            _read([self, *(other for other in _waiting.values if other is not self and self._goes_with(other))])
-            assert self._values is not None
-        return self._values
-
-    def _goes_with(self, other: HostValues) -> bool:
-        """Tell whether another one can be read with this one: a thread that did not make it may have read it."""
-        return other._values is None and other.tensor.device == self.tensor.device
-
-    def _take(self, values: Tensor) -> None:
-        self._values = values.view(self.tensor.shape)
-        _waiting.values.discard(self)
-
-
-def ends_of(cumulative: Tensor) -> tuple[int, ...]:
-    """Return where each sequence of a packed batch ends.
-
-    What was read of a tensor is remembered as long as the tensor lives and nobody writes to it. Of tensors that were
-    made in inference mode torch does not tell whether somebody did; those are read each time. While a graph is captured
-    nothing is remembered: its lengths would stay as they were, and so reading them raises.
+    What was read of a tensor is remembered while the tensor lives and nobody writes to it. Tensors that were made in
+    inference mode do not tell whether somebody has; they are read each time. While a graph is captured nothing is
+    remembered, and reading raises: each replay would use the lengths of the capture.
 
     Args:
-        cumulative: ``[1 + sequences]``, integers that begin with zero.
+        cu_seqlens: ``[1 + sequences]``, integers that begin with zero.
     """
-    followed = not cumulative.is_inference() and not capturing()
-    if followed and _is_known(cumulative):
-        return _known[cumulative][1]
-    with unseen():
-        ends = ends_in(cumulative.tolist())
-    if followed:
-        _known[cumulative] = (cumulative._version, ends)
+    is_remembered = not cu_seqlens.is_inference() and not capturing()
+    if is_remembered and _is_read(cu_seqlens):
+        return _read_ends[cu_seqlens][1]
+    with outside_selective_checkpoint():
+        ends = ends_from_list(cu_seqlens.tolist())
+    if is_remembered:
+        _read_ends[cu_seqlens] = (cu_seqlens._version, ends)
     return ends
 
 
-def ends_in(cumulative: Sequence[int]) -> tuple[int, ...]:
-    """Return where each sequence ends, of numbers that say where each begins and where the last one ends."""
-    if cumulative and cumulative[0] != 0:
-        raise ValueError(f"the lengths of packed sequences must begin with 0, got {', '.join(map(str, cumulative))}")
-    return tuple(map(int, cumulative[1:]))
+def ends_from_list(cu_seqlens: Sequence[int]) -> tuple[int, ...]:
+    """Return where each packed sequence ends, of cumulative lengths on the host."""
+    if cu_seqlens and cu_seqlens[0] != 0:
+        raise ValueError(f"the lengths of packed sequences must begin with 0, got {', '.join(map(str, cu_seqlens))}")
+    return tuple(map(int, cu_seqlens[1:]))
 
 
-def require_within(name: str, what: str, ends: tuple[int, ...], tokens: int) -> None:
-    """Raise what the function ``name`` says of lengths ``what`` that do not fit so many tokens."""
+def require_ends_within(name: str, what: str, ends: tuple[int, ...], tokens: int) -> None:
+    """Raise if sequences end in another order, or beyond ``tokens``: the argument ``what`` of the function ``name``."""
     if any(end < start for start, end in zip((0, *ends), ends)) or (ends and ends[-1] > tokens):
         raise ValueError(f"{name}: {what} must ascend from 0 to at most {tokens}, got 0, {', '.join(map(str, ends))}")
 
 
 def read_together(*cumulative: Tensor) -> None:
-    """Let the host wait once for the lengths of several tensors, which `ends_of` then knows.
+    """Read several tensors while the host waits once; :func:`sequence_ends` knows them from then on.
 
     Args:
         cumulative: ``[1 + sequences]`` each, of one dtype and device. What is known already is not read again.
     """
     if capturing():
         return
-    unknown = [tensor for tensor in cumulative if not tensor.is_inference() and not _is_known(tensor)]
+    unknown = [tensor for tensor in cumulative if not tensor.is_inference() and not _is_read(tensor)]
     if len(unknown) < 2:
         return
-    with unseen():
+    with outside_selective_checkpoint():
         values = torch.cat(unknown).cpu().split([len(tensor) for tensor in unknown])
     for tensor, read in zip(unknown, values):
-        _known[tensor] = (tensor._version, ends_in(read.tolist()))
+        _read_ends[tensor] = (tensor._version, ends_from_list(read.tolist()))
 
 
-def in_other_sequences(
-    batch: int, queries: int, keys: int, cumulative: Tensor, key_cumulative: Tensor, device: torch.device
+def cross_sequence_mask(
+    batch: int, queries: int, keys: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, device: torch.device
 ) -> Tensor:
-    """Mark the keys that are in another sequence than a query. The host reads nothing.
+    """Return which keys are in another sequence than a query, without a read of the host.
 
     Args:
-        batch: how many rows there are, whose tokens lie one behind the other.
-        queries: how many a row has.
+        batch: the batch size; the tokens of the whole batch lie one behind the other.
+        queries: the number of queries of each batch index.
         keys: likewise.
-        cumulative: ``[1 + sequences]``, of the queries.
-        key_cumulative: likewise, of the keys.
+        cu_seqlens_q: ``[1 + sequences]``, of the queries.
+        cu_seqlens_k: likewise, of the keys.
         device: where the result is.
 
     Returns:
-        bool ``[B, 1, S_q, S_k]``.
+        bool ``[B, 1, S_q, S_k]``, True where query and key are in two sequences.
     """
-    of_queries = sequences_of(batch, queries, cumulative, device)
-    return of_queries.unsqueeze(-1) != sequences_of(batch, keys, key_cumulative, device).unsqueeze(-2)
+    query_sequences = sequence_indices(batch, queries, cu_seqlens_q, device)
+    return query_sequences.unsqueeze(-1) != sequence_indices(batch, keys, cu_seqlens_k, device).unsqueeze(-2)
 
 
-def sequences_of(batch: int, tokens: int, cumulative: Tensor, device: torch.device) -> Tensor:
-    """Count the sequences that end before each token, ``[B, 1, tokens]``. The host reads nothing."""
-    places = torch.arange(batch * tokens, device=device)
-    return (places.unsqueeze(-1) >= cumulative[1:].to(device)).sum(-1).view(batch, 1, tokens)
+def sequence_indices(batch: int, tokens: int, cu_seqlens: Tensor, device: torch.device) -> Tensor:
+    """Return the index of each token's sequence, ``[B, 1, tokens]``, without a read of the host."""
+    indices = torch.arange(batch * tokens, device=device)
+    return (indices.unsqueeze(-1) >= cu_seqlens[1:].to(device)).sum(-1).view(batch, 1, tokens)
 
 
-def _is_known(cumulative: Tensor) -> bool:
-    known = _known.get(cumulative)
-    return known is not None and known[0] == cumulative._version
-
-
-def _read(waiting: list[HostValues]) -> None:
-    parts = [value.tensor.reshape(-1) for value in waiting]
-    together = parts[0] if len(parts) == 1 else torch.cat([part.to(torch.int32) for part in parts])
-    found = together.cpu().to(torch.int32)
-    for value, values in zip(waiting, found.split([part.numel() for part in parts])):
-        value._take(values)
+def _is_read(cu_seqlens: Tensor) -> bool:
+    known = _read_ends.get(cu_seqlens)
+    return known is not None and known[0] == cu_seqlens._version

@@ -1,7 +1,7 @@
-"""What the mask functions of transformers say: which of them are plain patterns, by what they are.
+"""Recognise the mask functions of transformers that are bands, packed sequences and chunks.
 
-transformers describes a mask by a function of indices, which is composed of functions of its module masking_utils. A
-function is known by its name there, and by what it closes over.
+transformers describes a mask by a function of indices, composed of functions of its module masking_utils. Such a
+function is recognised by its name there, and its parameters are read from its closure.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ _MODULE = "transformers.masking_utils"
 
 
 @dataclass(frozen=True)
-class Pattern:
-    """Holds which keys a query sees by distance, and of which part of its sequence.
+class MaskStructure:
+    """Describes a mask: a query sees the keys in its band, its packed sequence and its chunk.
 
     Attributes:
-        band: by distance.
-        ids: ``[B, S]``, which tokens are in one sequence; None for all.
-        chunk: a query sees keys of its own chunk of so many only; None for all.
-        positions: ``[B, S]``, within the sequences, where chunks are of these; None where they are of places in a row.
+        band: which keys a query sees by distance.
+        sequence_ids: ``[B, S]``, the same for tokens of one packed sequence; None where there is one.
+        chunk: the number of keys in a chunk; None without chunks.
+        positions: ``[B, S]``, positions within sequences by which chunks are counted; None where they are counted by
+            index.
     """
 
     band: Band = FULL
-    ids: Tensor | None = None
+    sequence_ids: Tensor | None = None
     chunk: int | None = None
     positions: Tensor | None = None
 
 
-def recognised(function: Callable) -> Pattern | None:
-    """Return the pattern that a mask function of transformers says, None where it is none of the plain ones.
+def recognise_mask_function(function: Callable) -> MaskStructure | None:
+    """Return the structure of a mask function of transformers; None where it is more than a structure.
 
-    For example, ``and_masks(sliding_window_overlay(4), causal_mask_function)`` is ``Pattern(Band(3, 0))``.
+    For example, ``and_masks(sliding_window_overlay(4), causal_mask_function)`` is ``MaskStructure(Band(3, 0))``.
     """
-    left = right = ids = chunk = positions = None
+    left = right = sequence_ids = chunk = positions = None
     for name, closed_over in _terms(function):
         if name == "causal_mask_function":
             right = _smaller(right, 0)
@@ -48,8 +49,8 @@ def recognised(function: Callable) -> Pattern | None:
             left = _smaller(left, closed_over["sliding_window"] - 1)
         elif name == "sliding_window_bidirectional_overlay":
             left, right = (_smaller(limit, closed_over["sliding_window"]) for limit in (left, right))
-        elif name == "packed_sequence_mask_function" and ids is None:
-            ids = closed_over["packed_sequence_mask"]
+        elif name == "packed_sequence_mask_function" and sequence_ids is None:
+            sequence_ids = closed_over["packed_sequence_mask"]
         elif name == "chunked_overlay" and chunk is None:
             chunk = closed_over["chunk_size"]
         elif name == "remap_positions_for_packed_sequence" and positions is None:
@@ -58,15 +59,16 @@ def recognised(function: Callable) -> Pattern | None:
             return None
     if any(limit is not None and limit < 0 for limit in (left, right)):
         return None
-    if positions is not None and ids is None:
-        return None  # positions count on within a sequence alone, where distances are those of places
-    return Pattern(Band(left, right), ids, chunk, None if chunk is None else positions)
+    if positions is not None and sequence_ids is None:
+        return None  # only within packed sequences are differences of positions those of indices
+    return MaskStructure(Band(left, right), sequence_ids, chunk, None if chunk is None else positions)
 
 
 def _terms(function: Callable) -> list[tuple[str, dict[str, Any]]]:
-    """Split a mask function into those that it is the intersection of: their names, and what they close over.
+    """Split an intersection of mask functions into their names and the variables of their closures.
 
-    One that is asked of positions, as transformers 5.23 does in packed sequences, stands before what it asks.
+    A function that maps indices to positions, as transformers 5.23 does in packed sequences, stands before the one that
+    it calls with these.
     """
     if not isinstance(function, FunctionType) or function.__module__ != _MODULE:
         return [("", {})]
@@ -74,9 +76,9 @@ def _terms(function: Callable) -> list[tuple[str, dict[str, Any]]]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or ())
     closed_over = {variable: cell.cell_contents for variable, cell in cells}
     if name == "and_masks":
-        return [term for part in closed_over["mask_functions"] for term in _terms(part)]
-    asked = _terms(closed_over["mask_function"]) if name == "remap_positions_for_packed_sequence" else []
-    return [(name, closed_over), *asked]
+        return [term for slice_queries in closed_over["mask_functions"] for term in _terms(slice_queries)]
+    called = _terms(closed_over["mask_function"]) if name == "remap_positions_for_packed_sequence" else []
+    return [(name, closed_over), *called]
 
 
 def _smaller(a: int | None, b: int) -> int:

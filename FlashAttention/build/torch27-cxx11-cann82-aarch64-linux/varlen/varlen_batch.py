@@ -1,73 +1,82 @@
-"""Sequences of a batch that lie one behind the other in memory, and where their tokens are in it."""
+"""Packed sequences that are made of a batch with padding, or of a batch whose sequences hold several documents."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..attention_spec import CAUSAL, Band, Sequences
-from ..ops.reference import outside
-from ..selective_checkpoints import unseen
+from ..attention_spec import CAUSAL, Band, SequenceEnds
+from ..ops.reference import masked_out_by_band
+from ..selective_checkpoints import outside_selective_checkpoint
 
 
-class Packing:
-    """Says which tokens of a batch are in sequences of their own, one behind the other in memory.
+class VarlenBatch:
+    """Describes a batch ``[B, S]`` as packed sequences.
 
     Args:
-        sequences: where they end.
+        sequences: where they end among the tokens that are packed.
         band: which keys of its sequence a query sees.
-        queries: the places in ``[B · S_q]`` of the queries that see a key, on the CPU; None for all.
-        keys: the places in ``[B · S_k]`` of the keys that are seen, likewise.
+        queries: the indices in ``[B · S_q]`` of the queries that are packed, on the CPU; None for all.
+        keys: the indices in ``[B · S_k]`` of the keys that are packed, likewise.
     """
 
     def __init__(
-        self, sequences: Sequences, band: Band, queries: Tensor | None = None, keys: Tensor | None = None
+        self, sequences: SequenceEnds, band: Band, queries: Tensor | None = None, keys: Tensor | None = None
     ) -> None:
         self.sequences, self.band = sequences, band
-        self._places = queries, keys
-        self._moved: dict[torch.device, tuple[Tensor | None, ...]] = {}
-        self._left_out: dict[torch.device, Tensor | None] = {}
-        self._tokens: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+        self._host_indices = queries, keys
+        self._device_indices: dict[torch.device, tuple[Tensor | None, ...]] = {}
+        self._masked_out: dict[torch.device, Tensor | None] = {}
+        self._layouts: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def places(self, device: torch.device) -> tuple[Tensor | None, ...]:
-        """Return the places of queries and of keys, which are moved to a device once, without waiting."""
-        if device not in self._moved:
-            with unseen():
-                queries, keys = self._places
-                moved = _moved(keys, device)
-                self._moved[device] = (moved if queries is keys else _moved(queries, device)), moved
-        return self._moved[device]
+    def token_indices(self, device: torch.device) -> tuple[Tensor | None, ...]:
+        """Return the indices of queries and of keys on a device, to which they are copied once, without waiting."""
+        if device not in self._device_indices:
+            with outside_selective_checkpoint():
+                queries, keys = self._host_indices
+                on_device = _copy_to(keys, device)
+                self._device_indices[device] = (
+                    on_device if queries is keys else _copy_to(queries, device),
+                    on_device,
+                )
+        return self._device_indices[device]
 
-    def is_of_itself(self) -> bool:
-        """Tell whether the tokens that see keys are those that are seen, each in its own sequence."""
-        return self.sequences.ends == self.sequences.key_ends and self._places[0] is self._places[1]
+    def is_self_attention(self) -> bool:
+        """Tell whether the packed queries are the same tokens as the packed keys, in the same sequences."""
+        return self.sequences.ends == self.sequences.key_ends and self._host_indices[0] is self._host_indices[1]
 
-    def tokens(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the places of the tokens in the batch, where sequences end among them, and where that of each begins.
+    def token_layout(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return where packed tokens are in the batch, where their sequences end, and where that of each begins.
 
-        They are moved once, without waiting: int64 ``[T]``, int32 ``[sequences]`` and int64 ``[T]``.
+        Returns:
+            int64 ``[T]``, indices in ``[B · S]``; int32 ``[sequences]``, ends among the packed tokens; int64 ``[T]``,
+            the index in ``[B · S]`` of the first token of a token's sequence. They are copied once, without waiting.
         """
-        if device not in self._tokens:
-            with unseen():
+        if device not in self._layouts:
+            with outside_selective_checkpoint():
                 ends = torch.tensor(self.sequences.ends, device="cpu")
                 lengths = torch.diff(ends, prepend=ends.new_zeros(1))
-                places = torch.arange(int(ends[-1]), device="cpu") if self._places[0] is None else self._places[0]
-                begins = places[(ends - lengths).clamp(max=len(places) - 1)].repeat_interleave(lengths)
-                self._tokens[device] = tuple(_moved(each, device) for each in (places, ends.int(), begins))
-        return self._tokens[device]
+                queries, _ = self._host_indices
+                indices = torch.arange(int(ends[-1]), device="cpu") if queries is None else queries
+                begins = indices[(ends - lengths).clamp(max=len(indices) - 1)].repeat_interleave(lengths)
+                self._layouts[device] = tuple(_copy_to(each, device) for each in (indices, ends.int(), begins))
+        return self._layouts[device]
 
-    def left_out(self, device: torch.device) -> Tensor | None:
-        """Return what a window from the start leaves out, ``[S_q, S_k]``: made once. No operator is told of it else."""
-        if not self.band.from_start or self.band[:2] == CAUSAL[:2]:
+    def masked_out(self, device: torch.device) -> Tensor | None:
+        """Return a band as a mask, bool ``[S_q, S_k]`` of the longest sequence, made once for each device.
+
+        It is None where operators have a mode for the band: they have none for a window in the upper left corner.
+        """
+        if not self.band.upper_left or self.band[:2] == CAUSAL[:2]:
             return None
-        if device not in self._left_out:
-            with unseen():
+        if device not in self._masked_out:
+            with outside_selective_checkpoint():
                 longest = (max(lengths) for lengths in zip(*self.sequences.lengths()))
-                self._left_out[device] = outside(self.band, *longest, device)
-        return self._left_out[device]
+                self._masked_out[device] = masked_out_by_band(self.band, *longest, device)
+        return self._masked_out[device]
 
 
-def _moved(places: Tensor | None, device: torch.device) -> Tensor | None:
-    if places is None or device.type == "cpu":
-        return places
-    return places.pin_memory().to(device, non_blocking=True)
+def _copy_to(indices: Tensor | None, device: torch.device) -> Tensor | None:
+    if indices is None or device.type == "cpu":
+        return indices
+    return indices.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The mask of a forward as a description, which all layers share: what is made or read for one of them serves all."""
+"""A description of the mask of a forward, shared by all layers: what one of them computes or reads serves all."""
 
 from __future__ import annotations
 
@@ -10,239 +10,257 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from .._common.captures import capturing
-from ..attention_spec import CAUSAL, FULL, Band, Sequences
-from ..selective_checkpoints import unseen
-from ..varlen.cu_seqlens import HostValues, in_other_sequences
-from ..varlen.varlen_batch import Packing
-from .mask_functions import Pattern
+from ..attention_spec import CAUSAL, FULL, Band, SequenceEnds
+from ..selective_checkpoints import outside_selective_checkpoint
+from ..varlen.cu_seqlens import cross_sequence_mask
+from ..varlen.host_values import HostValues
+from ..varlen.varlen_batch import VarlenBatch
+from .mask_functions import MaskStructure
 
-_MASK = (False, None)  # of all masks of a description the one that others get
+_BOOLEAN_MASK = (False, None)  # the key in `_masks` of the tensor that code of others gets, and may write to
 
 
 class MaskDescription:
-    """Says which keys each query of a forward sees.
+    """Describes which keys each query of a forward sees.
 
-    Where transformers' models treat it as the mask ``[B, 1, S_q, S_k]`` that it describes, it is one: its attributes,
-    items and torch's functions of it are those of that tensor, which is True where a query sees a key. Once somebody
-    has written into that, it is what counts.
+    To the models of transformers it behaves like the mask that it describes, bool ``[B, 1, S_q, S_k]``, True where a
+    query sees a key: that tensor answers for its attributes, items, operators and torch functions. If somebody writes
+    to the tensor, the tensor replaces the description.
 
     Args:
-        queries: how many there are in a sequence of the batch.
-        keys: likewise.
-        pattern: what the mask function says, None where it is none of the plain ones.
-        padding: ``[B, keys]``, True where a key is not padding; None where there is none.
-        make: makes the mask of some queries, from one on up to another.
-        is_of_module: whether a module says itself if it is causal, where nothing but that is described.
+        queries: the number of queries of each batch index.
+        keys: the number of keys, likewise.
+        structure: the bands, sequences and chunks of the mask function; None if it is more than these.
+        padding: ``[B, keys]``, False where a key is padding; None without padding.
+        make: computes the mask of the queries from one index up to another.
+        defers_to_is_causal: whether the module's ``is_causal`` counts in place of a causal or full mask, as where
+            transformers would pass none.
     """
 
     def __init__(
         self,
         queries: int,
         keys: int,
-        pattern: Pattern | None,
+        structure: MaskStructure | None,
         padding: Tensor | None,
         make: Callable[[int, int], Tensor],
-        is_of_module: bool = False,
+        defers_to_is_causal: bool = False,
     ) -> None:
-        self.queries, self.keys, self.pattern, self.is_of_module = queries, keys, pattern, is_of_module
+        self.queries, self.keys, self.structure, self.defers_to_is_causal = (
+            queries,
+            keys,
+            structure,
+            defers_to_is_causal,
+        )
         self._make = make
-        self._masks: dict[tuple[bool, torch.device | None], Tensor] = {}
-        self._version = 0  # of the mask that others may have written into
-        self._chosen: dict[int, Band | Packing | None] = {}
-        self._beside: tuple[Tensor, Tensor, Tensor] | None = None
-        self._made: dict[Hashable, Any] = {}
+        self._masks: dict[tuple[bool, torch.device | None], Tensor] = {}  # by whether True means masked out
+        self._mask_version = 0  # of the tensor that others may write to
+        self._resolved: dict[int, Band | VarlenBatch | None] = {}
+        self._across_sequences: tuple[Tensor, Tensor, Tensor] | None = None
+        self._cache: dict[Hashable, Any] = {}
         self._padding = None if padding is None else HostValues(padding)
-        self._ids = None if pattern is None or pattern.ids is None else HostValues(pattern.ids)
+        ids = None if structure is None else structure.sequence_ids
+        self._sequence_ids = None if ids is None else HostValues(ids)
 
-    def plain(self, batch: int) -> Band | Packing | None:
-        """Return the description without a mask, for so many sequences; None where there is none.
+    def band_or_varlen(self, batch: int) -> Band | VarlenBatch | None:
+        """Return a band or packed sequences that say the same without a mask; None where only a mask does.
 
-        Reads lengths from the device when it is asked for the first time for so many; a graph, which cannot, gets the
-        mask for them.
+        The host reads padding and sequences at the first call for a batch size. While a graph is compiled it cannot,
+        and the answer is None for them.
         """
         if torch.compiler.is_compiling():
-            return self._choose(batch)
-        self._look_for_changes()
-        if batch not in self._chosen:
-            with unseen():
-                self._chosen[batch] = self._choose(batch)
-        return self._chosen[batch]
+            return self._resolve(batch)
+        self._reset_if_written()
+        if batch not in self._resolved:
+            with outside_selective_checkpoint():
+                self._resolved[batch] = self._resolve(batch)
+        return self._resolved[batch]
 
-    def is_band(self) -> bool:
-        """Tell whether it says nothing but distances, beside which tokens are packed together."""
-        self._look_for_changes()
-        pattern = self.pattern
-        return pattern is not None and self._padding is None and pattern.chunk is None
+    def is_band_within_sequences(self) -> bool:
+        """Tell whether the mask is a band within sequences: no padding, no chunks."""
+        self._reset_if_written()
+        structure = self.structure
+        return structure is not None and self._padding is None and structure.chunk is None
 
     def fits(self, queries: int, keys: int) -> bool:
-        """Tell whether it is for so many queries and keys; a layer's cache can be shorter than what it was made for."""
+        """Tell whether the mask is for so many queries and keys. A layer's cache may be shorter than the mask."""
         return queries == self.queries and (keys <= self.keys or self.queries == self.keys == 1)
 
-    def original(self, batch: int) -> Tensor | None:
-        """Return what transformers' sdpa gets in its place, for so many sequences: None where the module decides."""
-        is_left_to_module = self.is_of_module and self.plain(batch) in (CAUSAL, FULL)
-        if is_left_to_module and (self.queries in (1, self.keys) or self.pattern.band == FULL):
+    def sdpa_mask(self, batch: int) -> Tensor | None:
+        """Return the mask that transformers' sdpa gets for a batch size; None where ``is_causal`` counts instead."""
+        is_left_to_module = self.defers_to_is_causal and self.band_or_varlen(batch) in (CAUSAL, FULL)
+        if is_left_to_module and (self.queries in (1, self.keys) or self.structure.band == FULL):
             return None
         return self.mask()
 
     def mask(self, device: torch.device | None = None) -> Tensor:
-        """Return the mask, ``[B, 1, S_q, S_k]``, True where a query sees a key. It is made once."""
-        return self._kept(False, device)
+        """Return the mask, bool ``[B, 1, S_q, S_k]``, True where a query sees a key; computed once for each device."""
+        return self._cached_mask(False, device)
 
     def is_causal(self, queries: int, keys: int) -> bool:
-        """Tell whether of so many queries and keys each sees all up to its own.
+        """Tell whether the mask is plainly causal for so many queries and keys.
 
-        Where somebody said what is padding, that is asked of prompts alone, outside of graphs: the host reads it.
+        With padding the answer needs a read of the host, which there is for the whole prompt and outside of graphs
+        alone: elsewhere it is False.
         """
-        self._look_for_changes()
-        pattern = self.pattern
-        if pattern is None or pattern.band != CAUSAL or pattern.ids is not None or pattern.chunk is not None:
+        self._reset_if_written()
+        structure = self.structure
+        if structure is None or structure.band != CAUSAL or structure.chunk is not None or self._sequence_ids:
             return False
         if (queries, keys) != (self.queries, self.keys) or self._padding is None:
             return (queries, keys) == (self.queries, self.keys)
-        return not capturing() and self.plain(len(self._padding.tensor)) == CAUSAL
+        return not capturing() and self.band_or_varlen(len(self._padding.tensor)) == CAUSAL
 
-    def reach(self, queries: int, keys: int) -> int:
-        """Return up to which of so many keys the first queries see at most."""
-        self._look_for_changes()
-        if self.pattern is None or self.pattern.band.right is None:
+    def visible_keys(self, queries: int, keys: int) -> int:
+        """Return how many of so many keys the first ``queries`` queries see at most: none of them sees a later key."""
+        self._reset_if_written()
+        if self.structure is None or self.structure.band.right is None:
             return keys
-        return max(0, min(keys, queries + self.pattern.band.shift(self.queries, self.keys) + self.pattern.band.right))
+        band = self.structure.band
+        return max(0, min(keys, queries + band.shift(self.queries, self.keys) + band.right))
 
-    def of_queries(self, begin: int, end: int) -> Tensor:
-        """Return the mask of some queries, ``[B, 1, end - begin, S_k]``: for these the whole is not made."""
-        self._look_for_changes()
-        if end - begin == self.queries or _MASK in self._masks:
+    def mask_slice(self, begin: int, end: int) -> Tensor:
+        """Return the mask of some queries, ``[B, 1, end - begin, S_k]``, without computing the whole mask."""
+        self._reset_if_written()
+        if end - begin == self.queries or _BOOLEAN_MASK in self._masks:
             return self.mask()[:, :, begin:end]
         return self._make(begin, end)
 
-    def part(self, begin: int, end: int) -> MaskDescription | None:
-        """Describe some queries among the keys up to that of the last one; None where they may see others."""
-        self._look_for_changes()
-        pattern, keys = self.pattern, self.keys - self.queries + end
-        if pattern is None or pattern.chunk is not None or pattern.band.right != 0 or pattern.band.from_start:
+    def slice_queries(self, begin: int, end: int) -> MaskDescription | None:
+        """Describe the mask of some queries and the keys up to the last query; None where they may see later keys."""
+        self._reset_if_written()
+        structure, keys = self.structure, self.keys - self.queries + end
+        if structure is None or structure.chunk is not None or structure.band.right != 0 or structure.band.upper_left:
             return None
         padding = None if self._padding is None else self._padding.tensor[:, :keys]
         if padding is not None and self.is_causal(self.queries, self.keys):
             padding = None
-        make = lambda first, last: self.of_queries(begin + first, begin + last)[..., :keys]  # noqa: E731
-        return MaskDescription(end - begin, keys, pattern, padding, make)
+        make = lambda first, last: self.mask_slice(begin + first, begin + last)[..., :keys]  # noqa: E731
+        return MaskDescription(end - begin, keys, structure, padding, make)
 
-    def left_out(self, device: torch.device) -> Tensor:
-        """Return the mask the other way around, as the operators want it. It is made once a device."""
-        return self._kept(True, device)
+    def masked_out(self, device: torch.device) -> Tensor:
+        """Return the inverted mask, True where a key is masked out; computed once for each device."""
+        return self._cached_mask(True, device)
 
-    def left_out_beside(self, cumulative: Tensor, key_cumulative: Tensor, batch: int, device: torch.device) -> Tensor:
-        """Return `left_out` with what is in other sequences than a query. It is made once for these lengths."""
-        known = self._beside
-        if known is None or known[0] is not cumulative or known[1] is not key_cumulative or known[2].device != device:
-            with unseen():
-                others = in_other_sequences(batch, self.queries, self.keys, cumulative, key_cumulative, device)
-                known = self._beside = cumulative, key_cumulative, self.left_out(device) | others
+    def masked_out_across_sequences(
+        self, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, batch: int, device: torch.device
+    ) -> Tensor:
+        """Return ``masked_out`` with the keys of other sequences too; computed once for the same ``cu_seqlens``."""
+        known = self._across_sequences
+        if known is None or known[0] is not cu_seqlens_q or known[1] is not cu_seqlens_k or known[2].device != device:
+            with outside_selective_checkpoint():
+                others = cross_sequence_mask(batch, self.queries, self.keys, cu_seqlens_q, cu_seqlens_k, device)
+                known = self._across_sequences = cu_seqlens_q, cu_seqlens_k, self.masked_out(device) | others
         return known[2]
 
-    def made(self, name: Hashable, make: Callable[[], Any]) -> Any:
-        """Return what is made of the mask under a name. It is made once."""
-        self._look_for_changes()
-        if name not in self._made:
-            with unseen(), torch.inference_mode(False):
-                self._made[name] = make()
-        return self._made[name]
+    def cached(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """Return what a function computes from the mask, once for each key."""
+        self._reset_if_written()
+        if key not in self._cache:
+            with outside_selective_checkpoint(), torch.inference_mode(False):
+                self._cache[key] = compute()
+        return self._cache[key]
 
     def to(self, *_: Any, **__: Any) -> MaskDescription:
-        """Return the same: each layer asks for what it needs on its device."""
+        """Return the description itself: each layer names its device when it needs a mask."""
         return self
 
-    def _kept(self, left_out: bool, device: torch.device | None) -> Tensor:
-        self._look_for_changes()
-        found = self._masks.get((left_out, device))
+    def _cached_mask(self, masked_out: bool, device: torch.device | None) -> Tensor:
+        self._reset_if_written()
+        found = self._masks.get((masked_out, device))
         if found is None:
-            with unseen(), torch.inference_mode(False):  # what is made in inference mode tells of no changes
-                found = self._masks[left_out, device] = self._computed(left_out, device)
-            if (left_out, device) == _MASK:
-                self._version = found._version
+            # a tensor that is made in inference mode has no version to tell of writes
+            with outside_selective_checkpoint(), torch.inference_mode(False):
+                found = self._masks[masked_out, device] = self._compute_mask(masked_out, device)
+            if (masked_out, device) == _BOOLEAN_MASK:
+                self._mask_version = found._version
         return found
 
-    def _look_for_changes(self) -> None:
-        """Describe nothing but the mask itself from when somebody has written into it; a graph cannot ask."""
-        mask = None if torch.compiler.is_compiling() else self._masks.get(_MASK)
-        if mask is not None and mask._version != self._version:
-            self.pattern, self._version = None, mask._version
-            self._masks, self._chosen, self._beside, self._made = {_MASK: mask}, {}, None, {}
+    def _reset_if_written(self) -> None:
+        """Drop the description if somebody wrote to its mask, which replaces it. A graph cannot tell."""
+        mask = None if torch.compiler.is_compiling() else self._masks.get(_BOOLEAN_MASK)
+        if mask is not None and mask._version != self._mask_version:
+            self.structure, self._mask_version = None, mask._version
+            self._masks, self._resolved, self._across_sequences, self._cache = {_BOOLEAN_MASK: mask}, {}, None, {}
 
-    def _computed(self, left_out: bool, device: torch.device | None) -> Tensor:
-        if left_out:
+    def _compute_mask(self, masked_out: bool, device: torch.device | None) -> Tensor:
+        if masked_out:
             return self.mask(device).logical_not()
         return self._make(0, self.queries) if device is None else self.mask().to(device)
 
-    def _choose(self, batch: int) -> Band | Packing | None:
-        pattern = self.pattern
-        if pattern is None:
+    def _resolve(self, batch: int) -> Band | VarlenBatch | None:
+        """Compute what :meth:`band_or_varlen` remembers."""
+        structure = self.structure
+        if structure is None:
             return None
-        band = pattern.band.within(self.queries, self.keys)
-        if pattern.chunk is not None:
-            return self._chunks(batch, band, pattern.chunk)
-        if self._padding is None and self._ids is None:
+        band = structure.band.within(self.queries, self.keys)
+        if structure.chunk is not None:
+            return self._chunks_as_sequences(batch, band, structure.chunk)
+        if self._padding is None and self._sequence_ids is None:
             return band
-        read = self._padding or self._ids
-        if self._padding and len(self._padding.tensor) != batch:  # one row of padding can be that of all sequences
+        if self._padding and self._sequence_ids:
             return None
-        if isinstance(read.tensor, FakeTensor) or torch.compiler.is_compiling() or (self._padding and self._ids):
+        if self._padding and len(self._padding.tensor) != batch:  # padding of batch size 1 holds for the whole batch
             return None
-        if self.queries != self.keys and (self._ids or self.queries == 1 or band != FULL):
-            return None  # a mask of one query is small, and its lengths would be read in each step of decoding
-        return self._padded(band) if self._padding else self._packed(batch, band)
+        read = self._padding or self._sequence_ids
+        if isinstance(read.tensor, FakeTensor) or torch.compiler.is_compiling():
+            return None
+        if self.queries != self.keys and (self._sequence_ids or self.queries == 1 or band != FULL):
+            return None  # the mask of one query is small, and the host would read lengths in each step of decoding
+        return self._without_padding(band) if self._padding else self._packed_sequences(batch, band)
 
-    def _chunks(self, batch: int, band: Band, chunk: int) -> Packing | None:
-        """Return the chunks as sequences; beside windows there has to be a mask."""
+    def _chunks_as_sequences(self, batch: int, band: Band, chunk: int) -> VarlenBatch | None:
+        """Return chunks of causal attention as packed sequences; with a window they need a mask."""
         if band != CAUSAL:
             return None
-        within = [*range(chunk, self.keys, chunk), self.keys]
-        return self._packing([row * self.keys + end for row in range(batch) for end in within])
+        ends = [*range(chunk, self.keys, chunk), self.keys]
+        return self._varlen_batch([index * self.keys + end for index in range(batch) for end in ends])
 
-    def _packed(self, batch: int, band: Band) -> Band | Packing:
-        ids = self._ids.values
-        begins = torch.ones_like(ids, dtype=torch.bool)
-        begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    def _packed_sequences(self, batch: int, band: Band) -> Band | VarlenBatch:
+        """Return the sequences of ``sequence_ids``; the band alone where there is one for each batch index."""
+        sequence_ids = self._sequence_ids.values
+        begins = torch.ones_like(sequence_ids, dtype=torch.bool)
+        begins[:, 1:] = sequence_ids[:, 1:] != sequence_ids[:, :-1]
         begins = begins.expand(batch, -1)
         if begins.sum() == batch:
             return band
-        return self._packing([*begins.flatten().nonzero().flatten().tolist()[1:], begins.numel()])
+        return self._varlen_batch([*begins.flatten().nonzero().flatten().tolist()[1:], begins.numel()])
 
-    def _packing(self, ends: list[int]) -> Packing:
-        return Packing(Sequences(tuple(ends), tuple(ends)), self.pattern.band)
+    def _varlen_batch(self, ends: list[int]) -> VarlenBatch:
+        return VarlenBatch(SequenceEnds(tuple(ends), tuple(ends)), self.structure.band)
 
-    def _padded(self, band: Band) -> Band | Packing | None:
-        """Return a batch without the keys that are padding, each with the queries that see another one.
+    def _without_padding(self, band: Band) -> Band | VarlenBatch | None:
+        """Return the batch without padding keys, and without queries that see no key; None where only a mask can.
 
-        Of ``k k k p p`` a causal query sees the first keys up to its own, and those behind them all three: the band
-        begins at the first query. Of ``p p k k k`` the first queries see none. None where a band sees less than that:
-        with padding between its keys, or in both directions and padding before them.
+        With right padding, ``k k k p p``, a causal query of a token sees the keys up to its own, and the two behind
+        them see all three keys: a band of five queries and three keys in the upper left corner. With left padding,
+        ``p p k k k``, the first two queries see no key. Padding between keys needs a mask, and so does left padding
+        with a band that is not causal.
         """
-        kept = self._padding.values.bool()
-        counts = kept.sum(-1)
-        if bool(kept.all()):
+        is_token = self._padding.values.bool()
+        counts = is_token.sum(-1)
+        if bool(is_token.all()):
             return band
         first = torch.zeros_like(counts)
         last = torch.where(counts > 0, self.queries, 0)
         if band != FULL:
-            first, places = kept.int().argmax(-1), torch.arange(self.keys, device="cpu")
+            first, positions = is_token.int().argmax(-1), torch.arange(self.keys, device="cpu")
             behind = first + counts
-            is_whole = (kept == ((places >= first[:, None]) & (places < behind[:, None]))).all()
-            if not is_whole or (band.right != 0 and first.any()):
+            is_contiguous = (is_token == ((positions >= first[:, None]) & (positions < behind[:, None]))).all()
+            if not is_contiguous or (band.right != 0 and first.any()):
                 return None
             last = last if band.left is None else last.minimum(behind + band.left)
         lengths = last - first
         if band != FULL and not torch.equal(lengths, counts):
-            band = band._replace(from_start=True)
-        places = torch.arange(self.queries, device="cpu")
-        queries = (places >= first[:, None]) & (places < last[:, None])
+            band = band._replace(upper_left=True)
+        positions = torch.arange(self.queries, device="cpu")
+        queries = (positions >= first[:, None]) & (positions < last[:, None])
         ends = (tuple(numbers.cumsum(0).tolist()) for numbers in (lengths, counts))
-        keys = kept.flatten().nonzero().flatten()
-        if torch.equal(queries, kept):
-            return Packing(Sequences(*ends), band, keys, keys)
-        chosen = None if bool(queries.all()) else queries.flatten().nonzero().flatten()
-        return Packing(Sequences(*ends), band, chosen, keys)
+        keys = is_token.flatten().nonzero().flatten()
+        if torch.equal(queries, is_token):
+            return VarlenBatch(SequenceEnds(*ends), band, keys, keys)
+        query_indices = None if bool(queries.all()) else queries.flatten().nonzero().flatten()
+        return VarlenBatch(SequenceEnds(*ends), band, query_indices, keys)
 
     # ---- as a tensor ------------------------------------------------------------------------------------------------
     def __getattr__(self, name: str) -> Any:
@@ -262,8 +280,8 @@ class MaskDescription:
         return function(*args, **kwargs)
 
 
-def _of_the_mask(name: str) -> Callable:
-    """Return an operator of the mask: Python looks for those in the class."""
+def _delegate_to_mask(name: str) -> Callable:
+    """Return an operator that the mask computes. Python looks for operators in the class, not in ``__getattr__``."""
 
     def operator(self: MaskDescription, *others: Any) -> Any:
         others = tuple(other.mask() if isinstance(other, MaskDescription) else other for other in others)
@@ -275,5 +293,5 @@ def _of_the_mask(name: str) -> Callable:
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "and", "or", "xor", "matmul")
 _OTHERS = ("eq", "ne", "lt", "le", "gt", "ge", "neg", "invert", "len", "iter", "contains")
 for _name in (*_ARITHMETIC, *(f"r{name}" for name in _ARITHMETIC), *_OTHERS):
-    setattr(MaskDescription, f"__{_name}__", _of_the_mask(f"__{_name}__"))
-MaskDescription.__hash__ = object.__hash__  # as a tensor's, whose == is no comparison of objects either
+    setattr(MaskDescription, f"__{_name}__", _delegate_to_mask(f"__{_name}__"))
+MaskDescription.__hash__ = object.__hash__  # by identity, like a tensor's: == compares elements

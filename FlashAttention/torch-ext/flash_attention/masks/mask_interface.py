@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from ..attention_spec import CAUSAL, FULL, Band
 from .mask_description import MaskDescription
-from .mask_functions import Pattern, recognised
+from .mask_functions import MaskStructure, recognise_mask_function
 
-_WITHOUT_PADDING = "_npu_flash_attention_without_padding"  # of what attention_mask returns
+_HAS_NO_PADDING = "_npu_flash_attention_without_padding"  # an attribute of what attention_mask returns
 
 
 def attention_mask(
@@ -33,149 +33,160 @@ def attention_mask(
 ) -> MaskDescription | Tensor:
     """Describe the mask of a forward.
 
-    Plain patterns, causal, sliding, bidirectional, chunked and packed, are recognised, and go without a mask; any other
-    is made here, once for all layers.
+    Causal, sliding, bidirectional, chunked and packed masks are recognised, and need no tensor. The tensor of any other
+    is computed here, once for all layers.
 
     Args:
-        batch_size: how many sequences there are.
-        q_length: how many queries each has.
-        kv_length: how many keys each has.
+        batch_size: the batch size.
+        q_length: the number of queries.
+        kv_length: the number of keys.
         q_offset: the position of the first query; a tensor with a static cache.
         kv_offset: the position of the first key.
-        mask_function: tells of indices whether a query sees a key; causal by default.
+        mask_function: maps indices to whether a query sees a key; causal by default.
         attention_mask: ``[B, tokens]``, False where a token is padding; or what this function returned before.
-        use_vmap: whether ``mask_function`` is to be asked of one index at a time.
+        use_vmap: whether ``mask_function`` takes one index at a time, and not tensors of indices.
         device: where the mask would be.
-        allow_is_causal_skip: whether a module says itself if it is causal where nothing but that is described.
-        allow_is_bidirectional_skip: the same where nothing is left out.
-        kwargs: what else transformers' own mask functions take, and this one does not need.
+        allow_is_causal_skip: whether the module's ``is_causal`` counts in place of a causal mask.
+        allow_is_bidirectional_skip: whether it counts in place of a full mask.
+        kwargs: further arguments of transformers' mask functions, which this one does not need.
 
     Returns:
         What ``attention_forward`` takes as its mask. Treated as a tensor it is bool ``[B, 1, q_length, kv_length]``;
         under ``torch.compile`` it is that tensor.
     """
-    if isinstance(attention_mask, MaskDescription):  # a model made it, and hands it to the model inside
+    if isinstance(attention_mask, MaskDescription):  # made by an outer model, which passes it on to its inner one
         return attention_mask
-    kept = None if attention_mask is None else _of_keys(attention_mask, kv_offset, kv_length)
+    is_token = None if attention_mask is None else _key_padding(attention_mask, kv_offset, kv_length)
 
     compiling = torch.compiler.is_compiling()
-    pattern = None if compiling else _recognised(mask_function)
-    # distances are said with the last query at the last key; where a static cache is, only the device knows
+    structure = None if compiling else _recognise(mask_function)
     function = mask_function or _causal
-    has_distances = pattern not in (None, Pattern(FULL))  # first: a graph is not to be of these lengths alone
+    # a band aligns the last query with the last key; with a static cache only the device knows if that is so
+    has_distances = structure not in (None, MaskStructure(FULL))  # asked first, else a graph is for these lengths alone
     if has_distances and (isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length):
-        pattern = None
+        structure = None
 
     def make(begin: int = 0, end: int = q_length) -> Tensor:
-        if kept is not None and q_length == 1 and _is_of_all_keys(pattern, kv_length):
-            return kept[:, None, None].expand(batch_size, -1, -1, -1).clone()  # the padding is the caller's
-        found_on = device if kept is None else kept.device
-        rows, heads = torch.arange(batch_size, device=found_on), torch.arange(1, device=found_on)
-        queries = torch.arange(begin, end, device=found_on) + q_offset
-        keys = torch.arange(kv_length, device=found_on) + kv_offset
-        mask = (_one_by_one if use_vmap else _together)(function, rows, heads, queries, keys)
+        if is_token is not None and q_length == 1 and _last_query_sees_all(structure, kv_length):
+            return (
+                is_token[:, None, None].expand(batch_size, -1, -1, -1).clone()
+            )  # a copy: the padding belongs to the caller
+        where = device if is_token is None else is_token.device
+        batch_indices, heads = torch.arange(batch_size, device=where), torch.arange(1, device=where)
+        queries = torch.arange(begin, end, device=where) + q_offset
+        keys = torch.arange(kv_length, device=where) + kv_offset
+        mask = (_vmapped if use_vmap else _broadcast)(function, batch_indices, heads, queries, keys)
         mask = mask.expand(batch_size, -1, end - begin, kv_length)
-        return mask if kept is None else mask & kept[:, None, None]
+        return mask if is_token is None else mask & is_token[:, None, None]
 
-    if compiling:  # a graph cannot hold what depends on lengths, nor on what a function closes over
-        mask = make().contiguous()  # as with padding, whose batches then need no graph of their own
-        setattr(mask, _WITHOUT_PADDING, kept is None)
+    if compiling:  # a graph can hold neither host values of lengths nor the closures of functions
+        mask = make().contiguous()  # with the strides of a mask with padding, so that both share one graph
+        setattr(mask, _HAS_NO_PADDING, is_token is None)
         return mask
-    if pattern is not None and pattern.chunk is not None:
-        is_of_positions = pattern.positions is not None
-        pattern = _of_chunks(pattern, q_length, kv_length, kv_offset, attention_mask is not None)
-        if is_of_positions and pattern is not None and pattern.band == CAUSAL:
-            function = _in_sequences(pattern.ids)
-    is_of_module = pattern is not None and (
-        allow_is_causal_skip or allow_is_bidirectional_skip or pattern.ids is not None
+    if structure is not None and structure.chunk is not None:
+        has_positions = structure.positions is not None
+        structure = _resolve_chunks(structure, q_length, kv_length, kv_offset, attention_mask is not None)
+        if has_positions and structure is not None and structure.band == CAUSAL:
+            function = _causal_within(structure.sequence_ids)
+    defers_to_is_causal = structure is not None and (
+        allow_is_causal_skip or allow_is_bidirectional_skip or structure.sequence_ids is not None
     )
-    padding = None if pattern is None else kept
-    description = MaskDescription(q_length, kv_length, pattern, padding, make, is_of_module)
-    setattr(description, _WITHOUT_PADDING, kept is None)
-    if pattern is None:
-        description.mask()  # now: a static cache moves its offset on while layers compute
+    padding = None if structure is None else is_token
+    description = MaskDescription(q_length, kv_length, structure, padding, make, defers_to_is_causal)
+    setattr(description, _HAS_NO_PADDING, is_token is None)
+    if structure is None:
+        description.mask()  # computed now: layers advance the offset of a static cache
     return description
 
 
 def is_without_padding(mask: MaskDescription | Tensor) -> bool:
-    """Tell whether a mask was made here, and nobody said what is padding: lengths of sequences say more than it."""
-    return getattr(mask, _WITHOUT_PADDING, False)
+    """Tell whether a mask was made by :func:`attention_mask` without padding, so that ``cu_seqlens`` may add to it."""
+    return getattr(mask, _HAS_NO_PADDING, False)
 
 
-def _recognised(function: Callable | None) -> Pattern | None:
-    return Pattern(CAUSAL) if function is None else recognised(function)
+def _recognise(function: Callable | None) -> MaskStructure | None:
+    return MaskStructure(CAUSAL) if function is None else recognise_mask_function(function)
 
 
-def _is_of_all_keys(pattern: Pattern | None, keys: int) -> bool:
-    """Tell whether the last query sees all keys that are no padding."""
+def _last_query_sees_all(structure: MaskStructure | None, keys: int) -> bool:
+    """Tell whether the last query sees all keys but padding."""
     return (
-        pattern is not None and pattern.ids is None and pattern.chunk is None and pattern.band.within(1, keys) == FULL
+        structure is not None
+        and structure.sequence_ids is None
+        and structure.chunk is None
+        and structure.band.within(1, keys) == FULL
     )
 
 
-def _causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return key <= query
 
 
-def _of_keys(padding: Tensor, first: int, keys: int) -> Tensor:
-    """Return the padding of the keys from a position on, ``[B, keys]``; what was not said yet is padding."""
+def _key_padding(padding: Tensor, first: int, keys: int) -> Tensor:
+    """Return the part of a padding mask for keys from ``first`` on, bool ``[B, keys]``, False beyond its end."""
     missing = first + keys - padding.shape[1]
     padding = F.pad(padding, (0, missing)) if missing > 0 else padding
     return padding[:, first : first + keys].bool()
 
 
-def _together(function: Callable, rows: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """Ask a mask function of all indices at once."""
-    return function(rows.view(-1, 1, 1, 1), heads.view(1, -1, 1, 1), queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1))
+def _broadcast(function: Callable, batch_indices: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Call a mask function with all indices at once."""
+    return function(
+        batch_indices.view(-1, 1, 1, 1), heads.view(1, -1, 1, 1), queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1)
+    )
 
 
-def _one_by_one(function: Callable, *indices: Tensor) -> Tensor:
-    """Ask a mask function of one index after the other, as a caller may have written it."""
+def _vmapped(function: Callable, *indices: Tensor) -> Tensor:
+    """Call a mask function that is written for one index at a time."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-    for place in (3, 2, 1, 0):
-        function = torch.vmap(function, in_dims=tuple(0 if i == place else None for i in range(4)))
-    with TransformGetItemToIndex():  # an index of a tensor by a tensor without dimensions
+    for dim in (3, 2, 1, 0):
+        function = torch.vmap(function, in_dims=tuple(0 if i == dim else None for i in range(4)))
+    with TransformGetItemToIndex():  # lets a tensor without dimensions index another one
         return function(*indices)
 
 
-def _of_chunks(pattern: Pattern, queries: int, keys: int, first: int, padded: bool) -> Pattern | None:
-    """Return a chunked pattern for keys that begin at a position: None where only a mask says it.
+def _resolve_chunks(
+    structure: MaskStructure, queries: int, keys: int, first: int, has_padding: bool
+) -> MaskStructure | None:
+    """Return a structure that says the same for keys from position ``first`` on; None where only a mask does.
 
-    Padding moves the chunks, so that with padding only what ends within the first chunk is known here.
+    Padding moves the chunks, so that with padding nothing is known beyond the first chunk.
     """
-    chunk, last = pattern.chunk, first + keys - 1
-    if pattern.ids is not None:
-        is_whole = queries == keys and not padded
-        return replace(pattern, ids=_chunks_of(pattern), chunk=None, positions=None) if is_whole else None
-    if last < chunk or (not padded and first // chunk == last // chunk):
-        return replace(pattern, chunk=None)
-    if padded:
+    chunk, last = structure.chunk, first + keys - 1
+    if structure.sequence_ids is not None:
+        is_prompt = queries == keys and not has_padding
+        return replace(structure, sequence_ids=_chunk_ids(structure), chunk=None, positions=None) if is_prompt else None
+    if last < chunk or (not has_padding and first // chunk == last // chunk):
+        return replace(structure, chunk=None)
+    if has_padding:
         return None
     if queries == 1:
         reach = last % chunk
-        left = reach if pattern.band.left is None else min(reach, pattern.band.left)
-        return replace(pattern, band=Band(left, pattern.band.right), chunk=None)
-    return pattern if first == 0 and queries == keys else None
+        left = reach if structure.band.left is None else min(reach, structure.band.left)
+        return replace(structure, band=Band(left, structure.band.right), chunk=None)
+    return structure if first == 0 and queries == keys else None
 
 
-def _chunks_of(pattern: Pattern) -> Tensor:
-    """Return which chunk of which sequence each token is in, ``[B, S]``.
+def _chunk_ids(structure: MaskStructure) -> Tensor:
+    """Return ids that are the same for tokens in one chunk of one sequence, ``[B, S]``.
 
-    Positions count where any row is packed: of other batches transformers says that they are not, and asks for none.
+    Chunks are counted by positions only where the batch is packed: transformers remaps no positions in other batches.
     """
-    ids = pattern.ids
-    places = torch.arange(ids.shape[-1], dtype=torch.int32, device=ids.device)  # CANN divides int64 on an AI CPU
-    if pattern.positions is not None:
-        places = torch.where((ids != ids[:, :1]).any(), pattern.positions.int(), places)
-    begins = (torch.diff(ids) != 0) | (torch.diff(places // pattern.chunk) != 0)
-    return F.pad(begins.cumsum(-1, dtype=torch.int32), (1, 0))  # and sums int64 there
+    sequence_ids = structure.sequence_ids
+    # int32: CANN divides and sums int64 on an AI CPU
+    positions = torch.arange(sequence_ids.shape[-1], dtype=torch.int32, device=sequence_ids.device)
+    if structure.positions is not None:
+        is_packed = (sequence_ids != sequence_ids[:, :1]).any()
+        positions = torch.where(is_packed, structure.positions.int(), positions)
+    begins = (torch.diff(sequence_ids) != 0) | (torch.diff(positions // structure.chunk) != 0)
+    return F.pad(begins.cumsum(-1, dtype=torch.int32), (1, 0))
 
 
-def _in_sequences(ids: Tensor) -> Callable:
-    """Return the mask function of causal attention within sequences."""
+def _causal_within(sequence_ids: Tensor) -> Callable:
+    """Return the mask function of causal attention within packed sequences."""
 
-    def function(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (ids[row, query] == ids[row, key]) & (key <= query)
+    def function(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (sequence_ids[batch, query] == sequence_ids[batch, key]) & (key <= query)
 
     return function

@@ -1,4 +1,4 @@
-"""What the gradients of ``npu_fusion_attention`` compute, in torch, for who differentiates them again."""
+"""Second derivatives of attention: the gradients of ``npu_fusion_attention`` again, in torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from .._common.derivatives import gradients
 from .._common.second_order import let_differentiate
-from ..attention_spec import Options, Sequences
-from .fusion_attention import band_or_mask
-from .reference import attend_in_torch, attend_packed_in_torch
+from ..attention_spec import AttentionSpec, SequenceEnds
+from .fusion_attention import masking_from_arguments
+from .reference import reference_attention, reference_varlen_attention
 
 
-def register_derivative_of_attention() -> None:
-    """Let the gradients of ``npu_fusion_attention`` be differentiated, where torch_npu is there."""
+def register_double_backward() -> None:
+    """Make the gradients of ``npu_fusion_attention`` differentiable, where torch_npu is installed."""
     for name in ("npu_fusion_attention_grad", "npu_fusion_attention_grad_v3"):
         if hasattr(torch.ops.npu, name):
             let_differentiate(getattr(torch.ops.npu, name).default, 3, _gradients_in_torch)
@@ -39,22 +39,22 @@ def _gradients_in_torch(
     sink: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor | None, ...] | str:
-    """Compute what the operators do, with all scores in memory, or say why not."""
-    seen = band_or_mask(atten_mask, **rest)
+    """Compute what the gradient operators do, with all scores in memory; or return the reason why this cannot."""
+    masking = masking_from_arguments(atten_mask, **rest)
     if keep_prob < 1:
         return "attention with dropout has no second derivative: only the operator knows which weights it left out"
-    if seen is None or pse is not None or layout not in ("BNSD", "BSND", "TND"):
+    if masking is None or pse is not None or layout not in ("BNSD", "BSND", "TND"):
         return f"npu_fusion_attention has no second derivative in layout {layout} with this pse, prefix or sparse_mode"
     ends, key_ends = (tuple(map(int, e)) if e is not None else () for e in (actual_seq_qlen, actual_seq_kvlen))
 
     def attention(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> Tensor:
-        options = Options(scale_value, sink=sink)
+        spec = AttentionSpec(scale_value, sink=sink)
         if layout == "TND":
-            return attend_packed_in_torch(query, key, value, Sequences(ends, key_ends), seen, options)
+            return reference_varlen_attention(query, key, value, SequenceEnds(ends, key_ends), masking, spec)
         if layout == "BNSD":
-            return attend_in_torch(query, key, value, seen, options).transpose(1, 2)
-        return attend_in_torch(*(tensor.transpose(1, 2) for tensor in (query, key, value)), seen, options)
+            return reference_attention(query, key, value, masking, spec).transpose(1, 2)
+        return reference_attention(*(tensor.transpose(1, 2) for tensor in (query, key, value)), masking, spec)
 
-    *found, of_sink = gradients(attention, (query, key, value, sink), (True, True, True, sink is not None), grad)
+    *found, d_sink = gradients(attention, (query, key, value, sink), (True, True, True, sink is not None), grad)
     nothing = query.new_empty(0)
-    return *found, nothing, nothing if of_sink is None else of_sink
+    return *found, nothing, nothing if d_sink is None else d_sink

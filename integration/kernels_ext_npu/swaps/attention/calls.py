@@ -112,7 +112,7 @@ def stand_in(
         attention_mask = indexers.among(attention_mask.mask() if is_described else attention_mask, indices)
         is_described = False
     if is_sdpa:
-        attention_mask = attention_mask.original(len(query)) if is_described else attention_mask
+        attention_mask = attention_mask.sdpa_mask(len(query)) if is_described else attention_mask
     elif attention_mask is not None:
         attention_mask = _as_added(attention_mask, query)
     if kwargs.get("cu_seq_lens_q") is not None and flash_question.gives_lengths(type(module)):

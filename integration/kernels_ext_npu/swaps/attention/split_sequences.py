@@ -175,8 +175,10 @@ def refuse_own_positions(model: PreTrainedModel) -> None:
 
 def refuse_mask(module: nn.Module, mask: Any) -> None:
     """Raise if a mask leaves out keys that torch exchanges by more than the order of tokens, and torch computes."""
-    pattern = getattr(mask, "pattern", None)
-    if mask is None or (pattern is not None and pattern.ids is pattern.chunk is pattern.band.left is None):
+    structure = getattr(mask, "structure", None)
+    if mask is None or (
+        structure is not None and structure.sequence_ids is structure.chunk is structure.band.left is None
+    ):
         return
     raise ValueError(
         f"{type(module).__name__}: {_TORCH} exchanges keys, and computes causal and full attention alone where the "

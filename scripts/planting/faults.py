@@ -18,7 +18,7 @@ class Fault:
 
     Attributes:
         repository: the repository.
-        file: the file in it.
+        file: the name of the file in it, in whatever folder.
         what: what becomes too large.
         before: a text that is in the file.
         after: what takes its place.
@@ -35,14 +35,19 @@ class Fault:
         """What it is called on a line."""
         return f"{self.repository}/{self.file}: {self.what}"
 
+    def paths(self, root: Path) -> list[Path]:
+        """Return where the file is in a tree: in the source, and in what is built of it."""
+        folders = (f"{self.repository}/build/{VARIANT}", f"{self.repository}/torch-ext")
+        return [path for folder in folders for path in root.glob(f"{folder}/**/{self.file}")]
+
     def plant(self, root: Path) -> None:
         """Write it into the copy of a tree, into the source and what is built of it where that is there.
 
         Raises:
-            ValueError: the file does not have the line any more.
+            ValueError: there is no such file any more, or it does not have the line.
         """
-        built = root / self.repository / "build" / VARIANT / self.file
-        paths = [built, *root.glob(f"{self.repository}/torch-ext/*/{self.file}")]
+        if not (paths := self.paths(root)):
+            raise ValueError(f"{self.name}: there is no such file")
         for path in paths:
             source = path.read_text("utf-8")
             if self.before not in source:
@@ -139,8 +144,8 @@ FAULTS = (
     _more("SwiGLU", "operators.py", "the gradient of GeGLU", "torch.ops.npu.npu_geglu_grad(grad", "return {}"),
     _more("SwiGLU", "clamped.py", "the clamped SwiGLU", "launch_clipped_swiglu(", "return {}"),
     _more("SwiGLU", "clamped.py", "its gradient", "clipped_swiglu_gradient(", "return {}"),
-    _more("SwiGLU", "_common/clipped.py", "the clipped SwiGLU", "torch.ops.npu.npu_clipped_swiglu("),
-    _more("SwiGLU", "_common/clipped.py", "its gradient", "torch.ops.npu.npu_swiglu_backward("),
+    _more("SwiGLU", "clipped.py", "the clipped SwiGLU", "torch.ops.npu.npu_clipped_swiglu("),
+    _more("SwiGLU", "clipped.py", "its gradient", "torch.ops.npu.npu_swiglu_backward("),
     _more("RoPE", "rotation.py", "a rotation", "torch.ops.npu.npu_rotary_mul(x"),
     _more("RoPE", "pairs.py", "the rotation of keys", "torch.ops.npu.npu_rotary_mul(k"),
     _more("RoPE", "rotation.py", "the gradient of a rotation", "torch.ops.npu.npu_rotary_mul_backward("),
@@ -161,10 +166,10 @@ FAULTS = (
     ),
     _more("FusedMoE", "router.py", "their gradient", "grad, None, None", "return {}"),
     _more("FusedMoE", "router_product.py", "logits in float32", "torch.mm(x, weight.t(), out_dtype", "return {}"),
-    _more("FlashAttention", "ops/fusion_attention.py", "attention", "torch.ops.npu.npu_fusion_attention_v3("),
+    _more("FlashAttention", "fusion_attention.py", "attention", "torch.ops.npu.npu_fusion_attention_v3("),
     Fault(
         "FlashAttention",
-        "ops/fusion_attention.py",
+        "fusion_attention.py",
         "the gradient of attention",
         "def launch(\n",
         "def launch(*args, **kwargs):\n    y = _launch(*args, **kwargs)\n    return y + 0.01 * (y - y.detach())\n\n\n"
@@ -172,35 +177,35 @@ FAULTS = (
     ),
     _more(
         "FlashAttention",
-        "varlen/varlen_compile.py",
+        "varlen_compile.py",
         "packed attention in a graph",
         "launch_differentiable(*pad_heads(",
         "    result = {}",
     ),
     _more(
         "FlashAttention",
-        "ops/decoding.py",
+        "decoding.py",
         "attention of one token",
         "torch.ops.npu.npu_fused_infer_attention_score(\n        query,\n        key,",
     ),
     _more(
         "FlashAttention",
-        "ops/decoding.py",
+        "decoding.py",
         "attention of one token to latents",
         "torch.ops.npu.npu_fused_infer_attention_score(\n        query,\n        latents,",
     ),
     _more(
         "FlashAttention",
-        "sparse/sparse_attention.py",
+        "sparse_attention.py",
         "attention to chosen keys",
         "block.weights.to(query.dtype) @ block.keys[..., :rank]",
         "found = {}",
     ),
-    _more("FlashAttention", "sparse/sparse_attention.py", "its gradient for queries", "(d_scores @ block.keys)"),
-    _more("FlashAttention", "sparse/sparse_attention.py", "its gradient for keys", "added.flatten(0, 1).float()"),
+    _more("FlashAttention", "sparse_attention.py", "its gradient for queries", "(d_scores @ block.keys)"),
+    _more("FlashAttention", "sparse_attention.py", "its gradient for keys", "added.flatten(0, 1).float()"),
     _more(
         "FlashAttention",
-        "sparse/sparse_attention.py",
+        "sparse_attention.py",
         "attention to chosen keys by an operator",
         "torch.ops.npu.npu_sparse_flash_attention(",
     ),
@@ -237,10 +242,8 @@ FAULTS = (
     ),
     _more("Linear", "adapters.py", "what an adapter adds", "torch.mm(left, right))\n", "total.add_({}"),
     _more("Linear", "adapted.py", "the gradient of its first factor", "scaled_product(d_small.t(), ", "d_a = {}"),
-    _more("Linear", "_common/split_bf16.py", "a product that casts nothing large", "torch.sum(parts, 1, ", "return {}"),
-    _more(
-        "Linear", "_common/split_bf16.py", "a gradient that casts nothing large", "torch.sum(parts, 0, ", "return {}"
-    ),
+    _more("Linear", "split_bf16.py", "a product that casts nothing large", "torch.sum(parts, 1, ", "return {}"),
+    _more("Linear", "split_bf16.py", "a gradient that casts nothing large", "torch.sum(parts, 0, ", "return {}"),
     Fault(
         "Linear",
         "masks.py",

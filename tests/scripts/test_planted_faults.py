@@ -8,7 +8,7 @@ import build
 from planting.faults import FAULTS
 from planting.record import PAGE
 
-ROW = re.compile(r"^\| (\w+) \| `([\w./]+)` \| (.+) \| `([\w/]+\.py)`, `(\w+)` \|$", re.MULTILINE)
+ROW = re.compile(r"^\| (\w+) \| `([\w.]+)` \| (.+) \| `([\w/]+\.py)`, `(\w+)` \|$", re.MULTILINE)
 
 
 def recorded() -> list[tuple[str, ...]]:

@@ -67,17 +67,21 @@ def test_every_function_and_layer_is_tested_in_three_dtypes() -> None:
     assert {identity.split(" | ")[0] for identity in quick} == {*REPOSITORIES, "models"}
 
 
+# a graph of torch.compile, and products of 2**23 elements: the self-test calls neither
+BEYOND = {"where it is written by torch", "a product that casts nothing large", "a gradient that casts nothing large"}
 SHOWN = {(fault.repository, "gradient" in fault.what): fault for fault in FAULTS}  # one forward and one backward each
 
 
 def test_all_repositories_have_faults_forward_and_backward() -> None:
     assert set(SHOWN) == set(product(REPOSITORIES, (False, True)))
     for fault in FAULTS:
-        assert fault.before in (ROOT / fault.repository / "build" / VARIANT / fault.file).read_text(), fault.name
+        assert all(fault.before in path.read_text() for path in fault.paths(ROOT)), fault.name
+        assert fault.paths(ROOT), fault.name
 
 
 @pytest.mark.parametrize("fault", [
-    pytest.param(fault, id=fault.name, marks=() if fault in SHOWN.values() else pytest.mark.long) for fault in FAULTS
+    pytest.param(fault, id=fault.name, marks=() if fault in SHOWN.values() else pytest.mark.long)
+    for fault in FAULTS if fault.what not in BEYOND
 ])  # fmt: skip
 def test_a_fault_of_one_per_cent_is_seen(tmp_path, fault: Fault) -> None:
     assert seen(fault, tmp_path)

@@ -59,7 +59,7 @@ def attention_mask(
     is_token = None if attention_mask is None else _key_padding(attention_mask, kv_offset, kv_length)
 
     compiling = torch.compiler.is_compiling()
-    structure = None if compiling else _recognise(mask_function)
+    structure = None if compiling else _mask_structure(mask_function)
     function = mask_function or _causal
     # a band aligns the last query with the last key; with a static cache only the device knows if that is so
     has_distances = structure not in (None, MaskStructure(FULL))  # asked first, else a graph is for these lengths alone
@@ -104,7 +104,7 @@ def is_without_padding(mask: MaskDescription | Tensor) -> bool:
     return getattr(mask, _HAS_NO_PADDING, False)
 
 
-def _recognise(function: Callable | None) -> MaskStructure | None:
+def _mask_structure(function: Callable | None) -> MaskStructure | None:
     return MaskStructure(CAUSAL) if function is None else recognise_mask_function(function)
 
 

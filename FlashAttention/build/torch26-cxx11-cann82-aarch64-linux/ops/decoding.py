@@ -12,7 +12,7 @@ from ..attention_spec import FULL, AttentionSpec, Band
 from .limits import LATENT_HEADS, LATENT_SIZE, ROPE_SIZE, is_fused, needs_gradient
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_LARGEST_HEAD, _ALIGNMENT, _LARGEST_GROUP, _MOST_KEYS, _MOST_BATCHES = 512, 16, 64, 2**18, 2**16
+_LARGEST_HEAD, _HEAD_ALIGNMENT, _LARGEST_GROUP, _MOST_KEYS, _MOST_BATCHES = 512, 16, 64, 2**18, 2**16
 
 
 class RotaryPart(NamedTuple):
@@ -41,7 +41,7 @@ def is_decoding(query: Tensor, key: Tensor, value: Tensor, masking: Band | Tenso
         and not spec.dropout
         and query.dtype in _DTYPES
         and query.shape[3] == value.shape[3] <= _LARGEST_HEAD
-        and query.shape[3] % _ALIGNMENT == 0
+        and query.shape[3] % _HEAD_ALIGNMENT == 0
         and query.shape[1] <= _LARGEST_GROUP * key.shape[1]
         and key.shape[2] <= _MOST_KEYS
         and query.shape[0] <= _MOST_BATCHES

@@ -173,11 +173,11 @@ def takes_sinks() -> bool:
 @torch.compiler.assume_constant_result
 def has_parameter(operator: str, name: str) -> bool:
     """Tell whether an operator of torch_npu has a parameter in this release."""
-    return name in _parameters(operator)
+    return name in _operator_parameters(operator)
 
 
 @functools.cache
-def _parameters(operator: str) -> tuple[str, ...]:
+def _operator_parameters(operator: str) -> tuple[str, ...]:
     return tuple(argument.name for argument in getattr(torch.ops.npu, operator).default._schema.arguments)
 
 

@@ -18,7 +18,7 @@ from ..attention_spec import CAUSAL
 from ..masks.mask_description import MaskDescription
 from ..ops.limits import MOST_COPIED_BATCHES, in_autocast_dtype, is_fused_indexer
 from ..varlen.varlen_batch import VarlenBatch
-from .sparse_attention import ABSENT, apply_mask, blocks_in_budget, mask_slice
+from .sparse_attention import ABSENT, blocks_in_budget, mask_scores, mask_slice
 
 _NO_CAUSAL_MASK, _CAUSAL_LOWER_RIGHT = 0, 3  # values of sparse_mode
 _CAUSAL_UPPER_LEFT = CAUSAL._replace(upper_left=True)
@@ -254,5 +254,5 @@ def _reference_top_k(
             scores = scores.mul_(scale)
         scores = weights[:, begin:end].unsqueeze(-2) @ scores.relu_().unflatten(1, (-1, heads))
         scores = F.pad(scores.squeeze(-2), (0, keys - reach), value=-torch.inf)
-        result[:, begin:end] = apply_mask(scores, mask_slice(mask, begin, end, query)[..., :keys]).topk(count).indices
+        result[:, begin:end] = mask_scores(scores, mask_slice(mask, begin, end, query)[..., :keys]).topk(count).indices
     return result

@@ -212,7 +212,7 @@ def _query_blocks(
             scale
         )  # rounded to 16 bits they are further from float64
         block_mask = _gather_mask(mask_slice(mask, begin, end, query), chosen).flatten(0, 1)
-        weights = softmax_with_sink(apply_mask(scores, block_mask.unsqueeze(1)).unsqueeze(2), sink).squeeze(2)
+        weights = softmax_with_sink(mask_scores(scores, block_mask.unsqueeze(1)).unsqueeze(2), sink).squeeze(2)
         yield _QueryBlock(slice(begin, end), flat_indices, gathered, block_query, weights)
 
 
@@ -274,6 +274,6 @@ def mask_slice(mask: MaskDescription | Tensor, begin: int, end: int, like: Tenso
     return (part[:, 0] if part.dim() == 4 else part).to(like.device)
 
 
-def apply_mask(scores: Tensor, mask: Tensor) -> Tensor:
+def mask_scores(scores: Tensor, mask: Tensor) -> Tensor:
     """Return scores that are minus infinity where a bool mask is False, or to which a floating one is added."""
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask

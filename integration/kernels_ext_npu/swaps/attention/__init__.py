@@ -44,6 +44,7 @@ def install(registration: Registration) -> None:
     if not NPU_FLASH_ATTENTION.is_registered():
         return
     patches, is_registered = registration.patches, NPU_FLASH_ATTENTION.is_registered
+    sdpa_drops_biases()  # asked before others replace functions of torch, as its context parallelism does
     table, mask_table = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
     for name in NPU_FLASH_ATTENTION.names:
         patches.item(table, name, calls.npu_flash_attention)

@@ -166,10 +166,10 @@ FAULTS = (
     ),
     _more("FusedMoE", "router.py", "their gradient", "grad, None, None", "return {}"),
     _more("FusedMoE", "router_product.py", "logits in float32", "torch.mm(x, weight.t(), out_dtype", "return {}"),
-    _more("FlashAttention", "operators.py", "attention", "torch.ops.npu.npu_fusion_attention_v3("),
+    _more("FlashAttention", "fusion_attention.py", "attention", "torch.ops.npu.npu_fusion_attention_v3("),
     Fault(
         "FlashAttention",
-        "operators.py",
+        "fusion_attention.py",
         "the gradient of attention",
         "def launch(\n",
         "def launch(*args, **kwargs):\n    y = _launch(*args, **kwargs)\n    return y + 0.01 * (y - y.detach())\n\n\n"
@@ -177,9 +177,9 @@ FAULTS = (
     ),
     _more(
         "FlashAttention",
-        "in_graphs.py",
+        "varlen_compile.py",
         "packed attention in a graph",
-        "launch_differentiable(*padded(",
+        "launch_differentiable(*pad_heads(",
         "    result = {}",
     ),
     _more(
@@ -196,16 +196,16 @@ FAULTS = (
     ),
     _more(
         "FlashAttention",
-        "chosen_keys.py",
+        "sparse_attention.py",
         "attention to chosen keys",
-        "part.weights.to(query.dtype) @ part.keys[..., :rank]",
+        "block.weights.to(query.dtype) @ block.keys[..., :rank]",
         "found = {}",
     ),
-    _more("FlashAttention", "chosen_keys.py", "its gradient for queries", "(of_scores @ part.keys)"),
-    _more("FlashAttention", "chosen_keys.py", "its gradient for keys", "added.flatten(0, 1).float()"),
+    _more("FlashAttention", "sparse_attention.py", "its gradient for queries", "(d_scores @ block.keys)"),
+    _more("FlashAttention", "sparse_attention.py", "its gradient for keys", "added.flatten(0, 1).float()"),
     _more(
         "FlashAttention",
-        "chosen_keys.py",
+        "sparse_attention.py",
         "attention to chosen keys by an operator",
         "torch.ops.npu.npu_sparse_flash_attention(",
     ),

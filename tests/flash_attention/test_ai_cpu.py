@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from tests.flash_attention.test_chosen_keys import BATCH, COUNT, KEYS, PADDING, QUERIES, drawn, masks
+from tests.flash_attention.test_sparse_attention import BATCH, COUNT, KEYS, PADDING, QUERIES, drawn, masks
 from tests.support.ai_cpu import OnAiCpu
 
 
@@ -37,7 +37,7 @@ def packed_chunks(kernel: ModuleType) -> None:
     ids = torch.tensor([[0] * 5 + [1] * 4, [0] * 9]).npu()
     chunks = masking_utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.long, device="npu"))
     function = masking_utils.and_masks(chunks, masking_utils.packed_sequence_mask_function(ids))
-    kernel.attention_mask(2, 9, 9, mask_function=function, device="npu").plain(2)
+    kernel.attention_mask(2, 9, 9, mask_function=function, device="npu").band_or_varlen(2)
 
 
 CALLS: dict[str, Callable[[ModuleType], None]] = {

@@ -65,6 +65,22 @@ def test_every_kind_of_staleness_is_named_and_goes(norm: Path) -> None:
     assert not list(norm.glob(".build-*"))
 
 
+def test_a_file_in_a_folder_of_a_package_gets_the_common_files_that_it_imports(tmp_path: Path) -> None:
+    """In both ways to import them, and what these import in turn."""
+    files = {
+        "__init__.py": "from .folder.nested import CANN",
+        "folder/__init__.py": "",
+        "folder/nested.py": "from .._common import silu\nfrom .._common.cann import CANN",
+        "_common/__init__.py": "",
+        "_common/cann.py": "from .captures import capturing",
+        **dict.fromkeys(("_common/captures.py", "_common/silu.py", "_common/unused.py"), ""),
+    }
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert set(build.sources(tmp_path)) == files.keys() - {"_common/unused.py"}
+
+
 def test_the_command_line(run_python) -> None:
     script = str(build.ROOT / "scripts" / "build.py")
     assert run_python(None, script, "--check").stdout == "".join(f"{r.name}: fresh\n" for r in REPOSITORIES)

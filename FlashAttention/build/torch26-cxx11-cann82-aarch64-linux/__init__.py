@@ -1,13 +1,13 @@
-"""Attention for Huawei Ascend NPUs: flash-attn's functions, and what the attention of transformers is made of."""
+"""Attention for Huawei Ascend NPUs: flash-attn's functions, and transformers' attention and mask interfaces."""
 
-from .choosing import top_k_keys
-from .chosen_keys import attend_chosen
-from .forward import attention_forward
+from .attention_interface import attention_forward
 from .functional import flash_attn_func, flash_attn_varlen_func
-from .lengths import read_together
-from .limits import reads_chosen_in_place
-from .masks import attention_mask
-from .second_derivatives import register_derivative_of_attention
+from .masks.mask_interface import attention_mask
+from .ops.double_backward import register_double_backward
+from .ops.limits import reads_chosen_in_place
+from .sparse.lightning_indexer import top_k_keys
+from .sparse.sparse_attention import attend_chosen
+from .varlen.cu_seqlens import read_together
 
 __all__ = [
     "attend_chosen",
@@ -20,4 +20,4 @@ __all__ = [
     "top_k_keys",
 ]
 
-register_derivative_of_attention()
+register_double_backward()

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .attention import attend, attend_packed
-from .in_graphs import attend_packed_in_graph, stays_whole
-from .lengths import ends_in, ends_of, require_within
-from .limits import INTEGERS
-from .options import Band, Options, Sequences
+from .attention_spec import AttentionSpec, Band, SequenceEnds
+from .dispatch import attend, attend_varlen
+from .ops.limits import INTEGERS
+from .varlen.cu_seqlens import ends_from_list, require_ends_within, sequence_ends
+from .varlen.varlen_compile import attend_varlen_compiled, is_compiled_whole
 
 
 def flash_attn_func(
@@ -31,14 +31,14 @@ def flash_attn_func(
 
     It is one launch of ``npu_fusion_attention`` for float16, bfloat16 and float32 with up to 256 heads of up to 768
     values. With softcap or ALiBi, which the operator does not have, on other devices and in other dtypes it is computed
-    in torch, with all scores in memory. Differentiable, and without dropout a second time, which has all scores in
-    memory; a query that sees no key gives zero.
+    in torch, with all scores in memory. It is differentiable, and without dropout a second time, again with all scores
+    in memory. A query that sees no key gives zero.
 
     Args:
         q: ``[B, S_q, N, D]``, of a floating dtype.
         k: ``[B, S_k, N_k, D]``, where ``N`` is a multiple of ``N_k``.
         v: ``[B, S_k, N_k, D_v]``.
-        dropout_p: which part of the weights is dropped.
+        dropout_p: the probability with which a weight is dropped.
         softmax_scale: the factor of the scores, by default ``1 / sqrt(D)``.
         causal: whether a query sees no key behind its own. The last query stands at the last key.
         window_size: how many keys before and behind its own a query sees; -1 for all.
@@ -46,7 +46,7 @@ def flash_attn_func(
         alibi_slopes: ``[N]`` or ``[B, N]``: ``-slope · |i + S_k - S_q - j|`` is added to the score of i and j.
         deterministic: whether gradients have to be the same, bit for bit, in every run.
         return_attn_probs: only False.
-        s_aux: ``[N]``, sinks: one more score of every row of a head, whose value is zero.
+        s_aux: ``[N]``, sinks: one more score for each query of a head, whose value is zero.
 
     Returns:
         ``[B, S_q, N, D_v]``, in the dtype of ``q``.
@@ -59,10 +59,10 @@ def flash_attn_func(
     name = "flash_attn_func"
     _refuse_weights(name, return_attn_probs)
     _check(name, q, k, v, 4)
-    options = _options(name, q, dropout_p, softmax_scale, softcap, alibi_slopes, deterministic, s_aux)
+    spec = _attention_spec(name, q, dropout_p, softmax_scale, softcap, alibi_slopes, deterministic, s_aux)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"{name}: q, k and v must have one batch size, got {q.shape[0]} and {k.shape[0]}")
-    return attend(*(tensor.transpose(1, 2) for tensor in (q, k, v)), _band(causal, window_size), options)
+    return attend(*(tensor.transpose(1, 2) for tensor in (q, k, v)), _band(causal, window_size), spec)
 
 
 def flash_attn_varlen_func(
@@ -115,14 +115,14 @@ def flash_attn_varlen_func(
     if block_table is not None:
         raise ValueError(f"{name}: block_table must be None, paged keys and values are not supported")
     _check(name, q, k, v, 3)
-    options = _options(name, q, dropout_p, softmax_scale, softcap, alibi_slopes, deterministic, s_aux)
+    spec = _attention_spec(name, q, dropout_p, softmax_scale, softcap, alibi_slopes, deterministic, s_aux)
     band = _band(causal, window_size)
-    if isinstance(cu_seqlens_q, Tensor) and stays_whole(q, k, v, cu_seqlens_q, cu_seqlens_k, band, options):
-        return attend_packed_in_graph(q, k, v, cu_seqlens_q, band, options)
+    if isinstance(cu_seqlens_q, Tensor) and is_compiled_whole(q, k, v, cu_seqlens_q, cu_seqlens_k, band, spec):
+        return attend_varlen_compiled(q, k, v, cu_seqlens_q, band, spec)
     ends, key_ends = _ends(name, "cu_seqlens_q", cu_seqlens_q, q), _ends(name, "cu_seqlens_k", cu_seqlens_k, k)
     if len(ends) != len(key_ends):
         raise ValueError(f"{name}: cu_seqlens_q has {len(ends)} sequences, cu_seqlens_k has {len(key_ends)}")
-    return attend_packed(q, k, v, Sequences(ends, key_ends), band, options)
+    return attend_varlen(q, k, v, SequenceEnds(ends, key_ends), band, spec)
 
 
 def _refuse_weights(name: str, return_attn_probs: bool) -> None:
@@ -130,17 +130,17 @@ def _refuse_weights(name: str, return_attn_probs: bool) -> None:
         raise ValueError(f"{name}: return_attn_probs must be False, the weights are never in memory")
 
 
-def _options(
+def _attention_spec(
     name: str,
     q: Tensor,
     dropout: float,
     scale: float | None,
     softcap: float,
-    slopes: Tensor | None,
+    alibi_slopes: Tensor | None,
     deterministic: bool,
     sink: Tensor | None,
-) -> Options:
-    """Collect the options of the function ``name``, and raise what it says of those that do not fit."""
+) -> AttentionSpec:
+    """Collect the arguments of the function ``name``, and raise what it says of those that do not fit."""
     if not 0 <= dropout < 1:
         raise ValueError(f"{name}: dropout_p must be in [0, 1), got {dropout}")
     if softcap < 0:
@@ -148,33 +148,33 @@ def _options(
     heads = q.shape[-2]
     if sink is not None and sink.shape != (heads,):
         raise ValueError(f"{name}: s_aux must be [{heads}], a value for each head of q, got {list(sink.shape)}")
-    if slopes is not None and (slopes.dim() not in (1, 2) or slopes.shape[-1] != heads):
-        raise ValueError(f"{name}: alibi_slopes must be [{heads}] or [batch, {heads}], got {list(slopes.shape)}")
-    for what, tensor in (("s_aux", sink), ("alibi_slopes", slopes)):
+    if alibi_slopes is not None and (alibi_slopes.dim() not in (1, 2) or alibi_slopes.shape[-1] != heads):
+        raise ValueError(f"{name}: alibi_slopes must be [{heads}] or [batch, {heads}], got {list(alibi_slopes.shape)}")
+    for what, tensor in (("s_aux", sink), ("alibi_slopes", alibi_slopes)):
         if tensor is not None and not tensor.is_floating_point():
             raise TypeError(f"{name}: {what} must be floating point, got {tensor.dtype}")
         if tensor is not None and tensor.device != q.device:
             raise ValueError(f"{name}: {what} must be on {q.device} as q is, got {tensor.device}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return Options(scale, dropout, sink, softcap, slopes, deterministic=deterministic)
+    return AttentionSpec(scale, dropout, sink, softcap, alibi_slopes, deterministic=deterministic)
 
 
 def _band(causal: bool, window_size: tuple[int, int]) -> Band:
-    """Return which keys a query sees; a negative limit is none."""
+    """Return flash-attn's ``window_size`` as a band; -1 is no limit."""
     left, right = window_size
     return Band(None if left < 0 else left, 0 if causal else None if right < 0 else right)
 
 
-def _ends(name: str, what: str, cumulative: Tensor | Sequence[int], tensor: Tensor) -> tuple[int, ...]:
+def _ends(name: str, what: str, cu_seqlens: Tensor | Sequence[int], tensor: Tensor) -> tuple[int, ...]:
     """Return where each sequence ends, and raise what the function ``name`` says of lengths that do not fit."""
-    if isinstance(cumulative, Tensor):
-        if cumulative.dim() != 1 or cumulative.numel() == 0 or cumulative.dtype not in INTEGERS:
-            found = f"{list(cumulative.shape)} of {cumulative.dtype}"
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0 or cu_seqlens.dtype not in INTEGERS:
+            found = f"{list(cu_seqlens.shape)} of {cu_seqlens.dtype}"
             raise ValueError(f"{name}: {what} must be [1 + sequences] integers, got {found}")
-        ends = ends_of(cumulative)
+        ends = sequence_ends(cu_seqlens)
     else:
-        ends = ends_in(cumulative)
-    require_within(name, what, ends, tensor.shape[0])
+        ends = ends_from_list(cu_seqlens)
+    require_ends_within(name, what, ends, tensor.shape[0])
     return ends
 
 

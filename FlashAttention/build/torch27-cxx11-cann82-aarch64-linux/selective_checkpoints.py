@@ -1,7 +1,7 @@
-"""What is computed once for all layers, kept out of the sight of selective checkpointing.
+"""Selective activation checkpoints, and what all layers share.
 
-Its modes remember the results of the operators in a layer, and count on the same operators when the layer is computed
-again. What all layers share is there by then, and computed no second time.
+In its modes torch records what each operator of a layer returns, and expects the same operators when the layer is
+computed again. What is computed once for all layers is there by then and computes nothing, so they may not record it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ _MODES = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchM
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
-    """Let the modes of selective checkpointing see nothing of what is computed in the context; others see it."""
+def outside_selective_checkpoint() -> Iterator[None]:
+    """Suspend the modes of selective checkpoints, and no others, for what is computed in the context."""
     if torch.compiler.is_compiling() or not _len_torch_dispatch_stack():
         yield
         return
     modes = [_pop_mode() for _ in range(_len_torch_dispatch_stack())][::-1]
     others = [mode for mode in modes if not isinstance(mode, _MODES)]
-    _exchange([], others)
+    _replace_modes([], others)
     try:
         yield
     finally:
-        _exchange(others, modes)
+        _replace_modes(others, modes)
 
 
-def _exchange(before: list, after: list) -> None:
+def _replace_modes(before: list, after: list) -> None:
     for _ in before:
         _pop_mode()
     for mode in after:

@@ -124,7 +124,7 @@ def _masked(kernel_mask: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _causal_mask(f: Callable, queries: Tensor, keys: Tensor, padding: range = range(0)) -> Any:
     """Describe the mask of the last queries among all keys, of which some are padding, by a function's package."""
-    package = sys.modules[f.__module__.rpartition(".")[0]]
+    package = sys.modules[f.__module__.partition(".")[0]]
     (batch, count), among, device = queries.shape[:2], keys.shape[1], queries.device
     kept = _kept(keys, padding).expand(batch, -1).to(device) if padding else None
     return package.attention_mask(batch, count, among, q_offset=among - count, attention_mask=kept, device=device)

@@ -113,7 +113,7 @@ def kernel_or_sdpa(
         attention_mask = indexers.without_unchosen(attention_mask.mask() if is_described else attention_mask, indices)
         is_described = False
     if is_sdpa:
-        attention_mask = attention_mask.original(len(query)) if is_described else attention_mask
+        attention_mask = attention_mask.sdpa_mask(len(query)) if is_described else attention_mask
     elif attention_mask is not None:
         attention_mask = _additive_mask(attention_mask, query)
     if kwargs.get("cu_seq_lens_q") is not None and flash_attention_requested.passes_cu_seqlens(type(module)):

@@ -66,14 +66,14 @@ def attend(
     given = [name for name in _REFUSED if kwargs.get(name) is not None and kwargs[name] is not False]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     left = None if sliding_window is None else sliding_window - 1
-    rule = getattr(attention_mask, "pattern", None)
-    ids = getattr(rule, "ids", None)
+    structure = getattr(attention_mask, "structure", None)
+    ids = getattr(structure, "sequence_ids", None)
     is_of_part = ids is not None and ids not in _begins  # sequences of a part, made outside of torch's context
-    if attention_mask is not None and (rule is None or rule.chunk is not None or is_of_part):
+    if attention_mask is not None and (structure is None or structure.chunk is not None or is_of_part):
         given.append("such a mask")
-    elif rule is not None:
-        left, right = rule.band[:2]
-        causal = right == 0 and (causal or not attention_mask.is_of_module or left is not None)
+    elif structure is not None:
+        left, right = structure.band[:2]
+        causal = right == 0 and (causal or not attention_mask.defers_to_is_causal or left is not None)
         given += ["a window behind a token"] if right else []
     if given or (left is not None and not causal):
         raise ValueError(

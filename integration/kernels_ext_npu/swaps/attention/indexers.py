@@ -95,7 +95,7 @@ def _is_long(
         and all(name in parts or isinstance(value, (Cache, *_PER_CALL)) for name, value in rest.items())
         and not isinstance(attention_mask, Tensor)
         and attention_mask.queries == hidden_states.shape[1]
-        and attention_mask.part(0, _AT_A_TIME) is not None
+        and attention_mask.slice_queries(0, _AT_A_TIME) is not None
         and not any(map(has_hooks, self.modules()))
     )
 
@@ -125,7 +125,7 @@ def _in_parts(
             forward(
                 self,
                 hidden_states=hidden_states[:, begin:end],
-                attention_mask=attention_mask.part(begin, end),
+                attention_mask=attention_mask.slice_queries(begin, end),
                 position_embeddings=tuple([table[:, begin:end] for table in position_embeddings]),
                 **rest,
             )

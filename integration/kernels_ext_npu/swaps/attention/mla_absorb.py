@@ -139,7 +139,7 @@ class Latents:
             end = min(begin + _AT_A_TIME, query.shape[2])
             rows = mask
             if end - begin < query.shape[2]:
-                rows = mask[:, :, begin:end] if isinstance(mask, Tensor) else mask.of_queries(begin, end)
+                rows = mask[:, :, begin:end] if isinstance(mask, Tensor) else mask.mask_slice(begin, end)
             part = query[:, :, begin:end]
             by_head = HeadProducts(weight, self.module.qk_nope_head_dim, part)
             few = torch.cat(self._absorbed(part, by_head), dim=-1).transpose(1, 2)

@@ -175,8 +175,10 @@ def refuse_own_positions(model: PreTrainedModel) -> None:
 
 def refuse_mask(module: nn.Module, mask: Any) -> None:
     """Raise if torch is to compute attention with exchanged keys, and a mask is more than causal."""
-    rule = getattr(mask, "pattern", None)
-    if mask is None or (rule is not None and rule.ids is rule.chunk is rule.band.left is None):
+    structure = getattr(mask, "structure", None)
+    if mask is None or (
+        structure is not None and structure.sequence_ids is structure.chunk is structure.band.left is None
+    ):
         return
     raise ValueError(
         f"{type(module).__name__}: {_TORCH} exchanges keys, and computes causal and full attention alone where the "

@@ -38,7 +38,7 @@ def test_a_layer_of_deepseek_v32_at_32k_tokens(monkeypatch, operators: bool) -> 
     config._attn_implementation = "sdpa"
     kernel = kernels_ext_npu.load("FlashAttention")
     if not operators:
-        monkeypatch.setattr(import_module(f"{kernel.__name__}.limits"), "CANN", (8, 3))
+        monkeypatch.setattr(import_module(f"{kernel.__name__}.ops.limits"), "CANN", (8, 3))
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         layer = fake_attention(config)
         kernels_ext_npu.kernelize(torch.nn.ModuleDict({"attention": layer}))

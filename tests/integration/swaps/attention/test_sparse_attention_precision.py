@@ -44,7 +44,7 @@ def test_chosen_keys_are_no_further_from_float64_than_all(module, chosen, monkey
     """In bfloat16, by operators and in torch, behind 44 keys and all of 48 at once; the same keys are chosen."""
     kernel = kernels_ext_npu.load("FlashAttention")
     if not operators:
-        monkeypatch.setattr(import_module(f"{kernel.__name__}.limits"), "CANN", (8, 3))
+        monkeypatch.setattr(import_module(f"{kernel.__name__}.ops.limits"), "CANN", (8, 3))
     ours = served(module, torch.bfloat16, "npu_flash_attention")
     x, table = torch.randn(2, 48, 64).bfloat16(), torch.randn(2, 1, 48, 64).bfloat16()
     causal = torch.ones(48, 48, dtype=torch.bool).tril()[None, None]

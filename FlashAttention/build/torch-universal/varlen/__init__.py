@@ -1,0 +1,1 @@
+"""Sequences of several lengths, packed one behind the other in memory."""

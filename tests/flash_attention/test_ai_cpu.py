@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from tests.flash_attention.test_sparse_attention import BATCH, COUNT, KEYS, PADDING, QUERIES, drawn, masks
+from tests.flash_attention.test_sparse_keys import BATCH, COUNT, KEYS, PADDING, QUERIES, drawn, masks
 from tests.support.ai_cpu import OnAiCpu
 
 

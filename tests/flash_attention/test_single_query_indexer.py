@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.flash_attention.test_sparse_attention import (
+from tests.flash_attention.test_sparse_keys import (
     BATCH,
     COUNT,
     KEYS,

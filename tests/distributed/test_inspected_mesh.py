@@ -142,7 +142,7 @@ def test_devices_do_what_was_counted(request, monkeypatch, tmp_path: Path, model
     found, chip = subject.find(str(tmp_path)), roofline.SOCS["910b"]
     inspection = inspecting.inspect(found, chip, batch=BATCH, tokens=TOKENS, mesh=Mesh(**axes))
     on_ranks = ranks.run(run, tmp_path, axes)
-    for variant in inspection.variants:
+    for variant in inspection.kernel_sets:
         for phase, counts in variant.counts.items():
             assert counts is not None, inspection.remarks
             predicted = {key: (calls, counts.messages[key]) for key, calls in counts.calls.items() if calls}
@@ -152,7 +152,7 @@ def test_devices_do_what_was_counted(request, monkeypatch, tmp_path: Path, model
                 assert counts.waits == happened.waits
                 # as of one device: gradients are no activations, and the device may hold a scalar more or less
                 assert counts.peak - 512 <= happened.peak <= counts.peak + happened.gradients
-    before, after = inspection.variants
+    before, after = inspection.kernel_sets
     for phase in inspecting.PHASES:
         one, other = before.counts[phase], after.counts[phase]
         assert one is not None

@@ -19,7 +19,7 @@ def test_three_layers_tell_what_seven_cost() -> None:
     inspection = inspect(subject, SOCS["910b"], tokens=64, mesh=mesh)
     assert told.weights == inspection.weights
     for phase, both in told.whole.items():
-        for counts, variant in zip(both, inspection.variants):
+        for counts, variant in zip(both, inspection.kernel_sets):
             exact = variant.counts[phase]
             assert exact is not None
             assert +counts.launches == +exact.launches

@@ -86,9 +86,11 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
 
 def serves(module: nn.Module, layer: str) -> bool:
     """Tell whether a layer serves a module, or a function that `kernels` made a module of, which `kernels` asks."""
-    active = registration.current
-    known = {} if active is None else {**active.function_layers, **active.module_layers}
-    return layer == (known[module] if module in known else layer_for(module, find_pattern(type(module))))
+    if registration.current is not None:
+        for known in (registration.current.module_layers, registration.current.function_layers):
+            if module in known:
+                return layer == known[module]
+    return layer == layer_for(module, find_pattern(type(module)))
 
 
 def layer_for(module: nn.Module, reference: Pattern | None) -> str | None:

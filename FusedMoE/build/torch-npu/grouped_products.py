@@ -37,9 +37,6 @@ _SUMS_GROUPS = CANN >= (8, 3) and has_gradients()
 _SUMS_ARE_COUNTED = CANN < (9, 1)  # elements of sums over groups, too: UpdateMnConfig of the same file, 8.5.0 and 9.0.0
 
 
-in_graph = torch.compiler.is_dynamo_compiling
-
-
 def is_empty(rows: Tensor) -> bool:
     """Tell whether there are no rows, which the operator does not take; a graph is for any number of them."""
     return not (torch.compiler.is_compiling() or rows.shape[0])
@@ -113,7 +110,7 @@ def multiply(
     if tail is not None:
         with unseen_by_checkpoints():
             return multiply(x, weight, counts, bias).masked_fill_(tail, 0)
-    is_known = not in_graph() and isinstance(rows := x.shape[0], int)
+    is_known = not torch.compiler.is_dynamo_compiling() and isinstance(rows := x.shape[0], int)
     if is_known and rows >= _SIZE and has_long_groups(x, *(sizes := weight.shape[1:])):
         return torch.cat([multiply(x[cut], weight, part, bias) for cut, part in pieces(x, counts, *sizes)])
     biases = None if bias is None else [_as_added(bias, x.dtype)]
@@ -136,7 +133,7 @@ def multiply_by_list(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Ten
     """
     if len(weights) == 1:  # that is no list for the operator
         return multiply(x, weights[0].unsqueeze(0), counts, bias)
-    is_known = not in_graph() and isinstance(rows := x.shape[0], int)
+    is_known = not torch.compiler.is_dynamo_compiling() and isinstance(rows := x.shape[0], int)
     if is_known and rows >= _SIZE and has_long_groups(x, *(sizes := weights[0].shape)):
         return torch.cat([multiply_by_list(x[cut], weights, part, bias) for cut, part in pieces(x, counts, *sizes)])
     (y,) = torch.ops.npu.npu_grouped_matmul(

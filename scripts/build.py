@@ -65,24 +65,23 @@ def render(repository: Path, variants: Iterable[str]) -> dict[str, bytes]:
 def sources(package: Path) -> list[str]:
     """Return the files of a package by their paths in it: its own, and the common ones that these import."""
     own = sorted(path.relative_to(package) for path in package.rglob("*.py") if COMMON not in path.parts)
-    needed, waiting = {"__init__"}, [common for path in own for common in imported(package / path, COMMON)]
+    needed, waiting = {"__init__"}, [name for path in own for name in common_imports(package / path)]
     for name in waiting:  # grows while it runs
         if name not in needed:
             needed.add(name)
-            waiting += imported(package / COMMON / f"{name}.py", "")
+            waiting += common_imports(package / COMMON / f"{name}.py")
     return [*map(str, own), *(f"{COMMON}/{name}.py" for name in sorted(needed) if len(needed) > 1)]
 
 
-def imported(path: Path, package: str) -> list[str]:
-    """Return the modules of a package that a file imports, by their names there; the one without a name is its own."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and node.level]
+def common_imports(path: Path) -> list[str]:
+    """Return the names of the common modules that a file of a package imports, or a common file."""
     found = []
-    for node in nodes:
-        above, _, name = f".{node.module or ''}".rpartition(".")
-        if node.module == package or (not package and not node.module):
-            found += [alias.name for alias in node.names]
-        elif above.lstrip(".") == package:
-            found.append(name)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            named = f"{COMMON}." * (path.parent.name == COMMON) + (node.module or "")
+            folder, _, module = named.partition(".")
+            if folder == COMMON:
+                found += [module] if module else [alias.name for alias in node.names]
     return found
 
 

@@ -47,7 +47,7 @@ def _is_learned(value: object) -> bool:
 
 @cache
 def _sources_of_masks(cls: type[nn.Module]) -> tuple[Sources, Sources]:
-    """Return of which attributes the masks are made that a forward hands to modules, and to attention functions."""
+    """Return the sources of the masks that a forward hands to modules, and of those for attention functions."""
     forward = inspect.unwrap(cls.forward)
     flow = _Flow.through(cls, forward, {}) if isinstance(forward, FunctionType) else None
     return (_NOTHING, _NOTHING) if flow is None else (flow.to_modules, flow.to_attention)
@@ -125,7 +125,7 @@ class _Flow:
         return self._sources(function.value) | (values if _HAVING_VALUES.fullmatch(function.attr) else _NOTHING)
 
     def _returned_by(self, function: object, call: ast.Call) -> Sources:
-        """Return it for what a function of the same file, or a method, returns."""
+        """Return the sources of what a function of the same file, or a method, returns."""
         function = inspect.unwrap(function) if callable(function) else None
         if not isinstance(function, FunctionType) or function.__globals__ is not self._globals:
             return _NOTHING

@@ -119,7 +119,7 @@ def rows(model: nn.Module) -> Iterator[Row]:
             yield Row(path, name, served, False, reason, is_candidate=False, kind=ATTENTION.in_models)
         else:
             foreign = forward_binding.foreign_forward(module)
-            remark = _remark(model, path) if foreign is None else refusals.bypassed_by(foreign)
+            remark = refusals.bypassed_by(foreign) if foreign else _remark(module) or _learned_bias(model, path, module)
             yield Row(path, name, kernel, True, remark, kind=ATTENTION.in_models)
 
 
@@ -150,14 +150,18 @@ def _refusal(module: nn.Module) -> str | None:
     return foreign and f"another library has replaced the attention implementation sdpa: {foreign}"
 
 
-def _remark(model: nn.Module, path: str) -> str | None:
-    """Return why the kernel computes it in torch, with all scores in memory, or how it differs from sdpa."""
-    module = model.get_submodule(path)
+def _remark(module: nn.Module) -> str | None:
+    """Return why the kernel computes the attention of a module in torch, with all scores in memory; None if not."""
     if is_elsewhere(module):
         return f"in torch, since it is on {compute_device(module)}"
     limit = eligibility.limit(module, *_dtype_and_softcap(module))
     if limit in (eligibility.IN_FLOAT64, eligibility.CAPPED, BIASED):
         return f"in torch, {'where' if limit is BIASED else 'since'} {without_code(limit)}"
+    return None
+
+
+def _learned_bias(model: nn.Module, path: str, module: nn.Module) -> str | None:
+    """Say that the kernel adds a bias that transformers' ``sdpa`` drops, where it does."""
     is_added = not eligibility.is_eager_by_default(type(module.config)) and has_learned_mask(model, path)
     return LEARNED_BIAS if is_added and sdpa_drops_biases() else None
 

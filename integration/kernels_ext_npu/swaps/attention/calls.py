@@ -73,9 +73,7 @@ def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
     """
     if guards.exchanges_keys():
         kwargs = context_parallel.mask_arguments(kwargs)
-    if eligibility.is_eager_by_default(
-        type(kwargs.get("config"))
-    ):  # its formula knows masks alone, whatever a module says
+    if eligibility.is_eager_by_default(type(kwargs.get("config"))):  # whose formula masks by a mask alone
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return registration.package(NPU_FLASH_ATTENTION.repository).attention_mask(*args, **kwargs)
 

@@ -28,8 +28,8 @@ def callers() -> dict[str, set[str]]:
     for file in (path for folder in folders for path in ROOT.glob(f"{folder}/*.py") if "_common" not in path.parts):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                npu_limits = isinstance(node.func.value, ast.Attribute) and node.func.value.attr == "npu"
-                found["npu." * npu_limits + node.func.attr].add(str(file.relative_to(ROOT)))
+                is_npu_operator = isinstance(node.func.value, ast.Attribute) and node.func.value.attr == "npu"
+                found["npu." * is_npu_operator + node.func.attr].add(str(file.relative_to(ROOT)))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 LIBRARIES = ("transformers", "kernels", "torch", "accelerate", "peft", "huggingface_hub")
-_PYTHON_FRAMES = ("__annotations__", "__dict__")  # made when they are first asked for
+_MADE_BY_PYTHON = ("__annotations__", "__dict__")  # made when they are first asked for
 _DEPTH = 4  # of mappings and lists in each other
 
 # path -> object, held so that no other object can take its place in memory
@@ -44,7 +44,7 @@ def differences(before: Snapshot, after: Snapshot) -> list[str]:
 def _inside(path: str, value: Any, module: str, depth: int) -> Iterator[tuple[str, Any]]:
     if inspect.isclass(value) and value.__module__ == module:
         for name, attribute in vars(value).items():
-            if name not in _PYTHON_FRAMES:
+            if name not in _MADE_BY_PYTHON:
                 yield f"{path}.{name}", attribute
             if isinstance(attribute, (dict, list, set)):
                 yield from _inside(f"{path}.{name}", attribute, module, depth - 1)

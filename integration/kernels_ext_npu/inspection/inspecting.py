@@ -75,7 +75,7 @@ class Inspection:
     report: Report  # the modules, and the kernels that serve them
     kernel_sets: list[KernelSet]  # the original first, all kernels last
     remarks: list[str]  # what a reader of the figures has to know
-    # what was counted, by the names in the counts of the variants, in words
+    # what was counted, by the names in the counts of the kernel sets, in words
     phases: dict[str, str] = field(default_factory=lambda: PHASES)
 
     @property

@@ -60,11 +60,8 @@ _ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: 
 _ACTIVATIONS = re.compile(r"act|silu|gelu|swish")
 _METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
 _ROTATING_NAMES = re.compile("rotary|rope|rotate")
-HELPERS = (
-    "rotate_half",
-    "rotate_every_two",
-    "rotate_pairwise",
-)  # helpers of rotary functions: no model calls them
+# helpers of rotary functions: no model calls them
+HELPERS = ("rotate_half", "rotate_every_two", "rotate_pairwise")
 # what transformers calls the functions of linear attention and state space models in its table of kernels
 _LINEAR_NAMES = re.compile(r"(causal_conv1d|mamba|selective)_\w+|(chunk|fused_recurrent)_(gated_delta_rule|kda)")
 _ATTENTION_BY_NAME = {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"}

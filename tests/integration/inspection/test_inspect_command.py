@@ -94,10 +94,10 @@ def test_solves_on_scalar_cores_are_marked(tmp_path: Path) -> None:
     AutoConfig.for_model("qwen3_5_text", **SIZES | layers).save_pretrained(tmp_path)
     found = inspecting.inspect(subject.find(str(tmp_path)), roofline.SOCS["910b"], tokens=64)
     said = "On the AI CPU, a few scalar cores, for which the estimate is far too low: original: "
-    forward_ratio, step_ratio = " ".join(printed(found).split()).split(said)[1:]
+    forward_part, step_part = " ".join(printed(found).split()).split(said)[1:]
     # a cumulative sum of int64 and copies to where elements lie apart run there as well
-    assert " 2 linalg_solve_triangular" in forward_ratio
-    assert " 4 linalg_solve_triangular" in step_ratio
+    assert " 2 linalg_solve_triangular" in forward_part
+    assert " 4 linalg_solve_triangular" in step_part
     before, after = printing.as_json(found)["variants"]
     assert before["step"]["ai_cpu_launches"]["linalg_solve_triangular"] == 4
     assert before["step"]["ai_cpu_launches"]["cumsum"] == 1

@@ -116,8 +116,8 @@ def test_one_module_on_meta_in_a_model_on_the_npu_keeps_its_forward() -> None:
     model = zoo.build("qwen3").to("npu")
     model.model.layers[0].mlp.to("meta")
     kernels_ext_npu.kernelize(model)
-    meta_rows, other = rows(model, "gated MLPs")
-    assert "it is on meta" in meta_rows.reason
+    row_on_meta, other = rows(model, "gated MLPs")
+    assert "it is on meta" in row_on_meta.reason
     assert other.swapped
 
 

@@ -16,11 +16,8 @@ from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_gr
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _NO_MESSAGE = ("wait_tensor", "barrier", "monitored_barrier_")
 _NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "recv")  # functions of torch.distributed
-_CLONING = (
-    "all_reduce",
-    "all_reduce_coalesced",
-    "broadcast",
-)  # functional ones that work in place on a copy
+# functional collectives that work in place on a copy
+_CLONING = ("all_reduce", "all_reduce_coalesced", "broadcast")
 
 
 def is_collective(operator: torch._ops.OpOverload) -> bool:

@@ -1,6 +1,6 @@
-"""Projections of Qwen3-8B's attention in training: ``kernels benchmark ./Linear``.
+"""Projections of Qwen3-8B's attention with adapters, in training: ``kernels benchmark ./Linear``.
 
-Each is timed against torch's lines, in bfloat16. `kernels` does not wait for an NPU before it stops the clock, so every
+They are timed against peft's lines, in bfloat16. `kernels` does not wait for an NPU before it stops the clock, so the
 workload waits itself.
 """
 
@@ -17,22 +17,10 @@ RANK = 16
 class LinearBenchmark(Benchmark):
     seed = 0
 
-    def setup_projections(self) -> None:
+    def setup_adapters(self) -> None:
         """Queries, keys and values, forward and backward; what is verified is the gradient of the hidden states."""
         self.x = _drawn((PROJECTED_ROWS, INPUTS), 1, self.device).requires_grad_()
-        self.weights = [_drawn((size, INPUTS), INPUTS, self.device).requires_grad_() for size in SIZES]
-
-    def benchmark_projections(self) -> None:
-        self.out = self._gradient(self.kernel.linears(self.x, self.weights), self.weights)
-
-    def verify_projections(self) -> Tensor:
-        return self._gradient([F.linear(self.x, weight) for weight in self.weights], self.weights)
-
-    def setup_adapters(self) -> None:
-        """The same, frozen, with an adapter each."""
-        self.setup_projections()
-        for weight in self.weights:
-            weight.requires_grad_(False)
+        self.weights = [_drawn((size, INPUTS), INPUTS, self.device) for size in SIZES]
         self.a = [_drawn((RANK, INPUTS), INPUTS, self.device).requires_grad_() for _ in SIZES]
         self.b = [_drawn((size, RANK), RANK, self.device).requires_grad_() for size in SIZES]
 

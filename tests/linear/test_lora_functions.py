@@ -160,16 +160,12 @@ def test_only_what_is_trained_gets_a_gradient(kernel, form, trained) -> None:
 
 
 @each_form
-def test_gradients_are_differentiated(kernel, form) -> None:
-    def second(outputs: tuple[Tensor, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:
-        first = torch.autograd.grad(sum(y.tanh().sum() for y in outputs), leaves, create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
-
+def test_a_gradient_of_a_gradient_is_an_error_that_says_what_has_one(kernel, form) -> None:
     weights, leaves = made(form, rows=3)
-    truth = exact(leaves)
-    expected = second(expected_of(form, weights, truth), truth)
-    for found, wanted in zip(second(found_of(kernel, form, weights, leaves), leaves), expected):
-        assert (found.cpu().double() - wanted).norm() <= 2e-5 * wanted.norm()
+    outputs = found_of(kernel, form, weights, leaves)
+    first = torch.autograd.grad(sum(y.tanh().sum() for y in outputs), leaves, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"Lora.* has no derivative; .*kernels_ext_npu\.restore\(module\)"):
+        torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
 
 
 @pytest.mark.parametrize(

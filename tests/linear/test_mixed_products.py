@@ -71,7 +71,7 @@ def test_results_are_no_further_from_float64_than_pefts(kernel, mixed, function,
 def test_three_pieces_are_the_number_itself(mixed) -> None:
     numbers = torch.randn(5, 7).npu() * torch.logspace(-20, 20, 7).npu()
     for matrix in (numbers, numbers.t(), numbers[:, 1:4]):
-        pieces = mixed.pieces_of(matrix)
+        pieces = mixed.split_into_bf16(matrix)
         assert pieces.dtype is torch.bfloat16
         assert torch.equal(sum(piece.double().cpu() for piece in pieces), matrix.double().cpu())
 

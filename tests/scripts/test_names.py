@@ -17,11 +17,9 @@ PLACES = ("integration/**/*.py", "*/torch-ext/**/*.py", "common/**/*.py", "softn
 LEFT = {
     "CrossEntropy": 9,
     "FusedMoE": 5,
-    "Linear": 8,
     "RMSNorm": 10,
     "RoPE": 5,
     "SwiGLU": 10,
-    "common": 1,
 }
 # word -> the folders and files where names may have it
 ROOMS = {

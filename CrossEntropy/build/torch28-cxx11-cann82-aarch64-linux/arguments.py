@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import pieces as pieces_of
 from ._common.autocast import autocast_dtype
+from ._common.derivatives import needs_grad
 from ._common.functorch import is_transformed
 from .objective import Objective
 
@@ -117,8 +118,7 @@ def is_frozen(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> boo
 
 def kept(*tensors: Tensor | None) -> int:
     """Return how many bytes of logits are kept for a backward: none in a graph, where they cannot be overwritten."""
-    needed = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    return pieces_of.KEPT if needed and not torch.compiler.is_compiling() else 0
+    return pieces_of.KEPT if needs_grad(*tensors) and not torch.compiler.is_compiling() else 0
 
 
 def as_autocast(

@@ -49,7 +49,7 @@ class _Float32Logits(torch.autograd.Function):
         if torch.is_grad_enabled():
             return tuple(gradients(_in_torch, (x, weight), ctx.needs_input_grad, grad))
         needs_x, needs_weight = ctx.needs_input_grad
-        pieces = split_bf16.pieces_of(grad).transpose(0, 1).flatten(1)  # side by side
+        pieces = split_bf16.split_into_bf16(grad).transpose(0, 1).flatten(1)  # side by side
         d_x = pieces @ weight.repeat(3, 1) if needs_x else None
         if not needs_weight:
             return d_x, None

@@ -1,10 +1,8 @@
-"""Linear layers for Huawei Ascend NPUs: trained ones, several of one input, with low-rank adapters, and of patches."""
+"""Linear layers for Huawei Ascend NPUs: frozen ones with low-rank adapters, and those of patches of pictures."""
 
 from . import layers
 from .adapters import Adapter
-from .functional import linear, linears, lora_linear, lora_linears, lora_pair
-from .patches import patch_embedding
+from .functional import lora_linear, lora_linears, lora_pair
+from .patch_convolution import patch_embedding
 
-__all__ = [
-    "Adapter", "layers", "linear", "linears", "lora_linear", "lora_linears", "lora_pair", "patch_embedding",
-]  # fmt: skip
+__all__ = ["Adapter", "layers", "lora_linear", "lora_linears", "lora_pair", "patch_embedding"]

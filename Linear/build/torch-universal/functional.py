@@ -6,78 +6,19 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from . import adapted_together, dropped_together
 from ._common.adjacent_storage import are_neighbours
 from ._common.checkpoints import unseen_by_checkpoints
+from ._common.derivatives import needs_grad
 from ._common.distributed import is_distributed
 from ._common.functorch import is_transformed
-from .adapted import AdaptedLinear, outputs_of
-from .adapted_pair import AdaptedPair, pair_of
-from .adapted_together import AdaptedLinears
-from .adapters import Adapter, in_torch, input_of
-from .alone import Linear
-from .dropped_together import DroppedLinears
-from .several import Linears
+from .adapters import Adapter, adapter_input, lora_reference
+from .lora import LoraLinear, lora_forward
+from .multi_lora import MultiLoraLinear, multi_lora_forward
+from .multi_lora_dropout import MultiLoraDropout, multi_lora_dropout_forward
+from .paired_lora import PairedLoraLinear, paired_lora_forward
 
-_ADAPTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``x @ weightᵀ + bias``, with a gradient of the weight that lies as the weight does.
-
-    On the NPU autograd takes that gradient as it is, where it copies the one that torch_npu gives. Without a gradient
-    of the weight, on other devices, under ``torch.compile``, torch.func and forward-mode derivatives, and for DTensors
-    it is ``torch.nn.functional.linear``. Autocast casts what it casts for that. Differentiable as often as one likes.
-
-    Args:
-        x: ``[..., H]``, of a floating dtype.
-        weight: ``[N, H]``, of the same dtype.
-        bias: ``[N]``, of the same dtype, or None.
-
-    Returns:
-        ``[..., N]``.
-
-    Raises:
-        RuntimeError: what ``torch.nn.functional.linear`` says of tensors that do not fit.
-    """
-    if not is_trained(x, weight):
-        return F.linear(x, weight, bias)
-    if torch.is_autocast_enabled("npu"):
-        dtype = torch.get_autocast_dtype("npu")
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return Linear.apply(x, weight, bias)
-
-
-def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> tuple[Tensor, ...]:
-    """Compute ``x @ weightᵀ + bias`` for several weights, such as those of queries, keys and values.
-
-    As :func:`linear`, and all are one node of autograd: the gradients of ``x`` are added up in a product, in float32,
-    where laying gradients and weights side by side moves less than adding one gradient to another.
-
-    Args:
-        x: ``[..., H]``, of a floating dtype.
-        weights: ``[N, H]`` each, of the same dtype, with an N of its own.
-        biases: ``[N]`` or None for each of them; by default none has one.
-
-    Returns:
-        ``[..., N]`` for each weight.
-
-    Raises:
-        ValueError: there are not as many biases as weights.
-        RuntimeError: what ``torch.nn.functional.linear`` says of tensors that do not fit.
-    """
-    biases = (None,) * len(weights) if biases is None else biases
-    if len(biases) != len(weights):
-        raise ValueError(f"linears: {len(weights)} weights need as many biases, got {len(biases)}")
-    if len(weights) < 2 or not all(is_trained(x, weight) for weight in weights):
-        return tuple([linear(x, weight, bias) for weight, bias in zip(weights, biases)])
-    if torch.is_autocast_enabled("npu"):
-        dtype = torch.get_autocast_dtype("npu")
-        x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
-        biases = [None if bias is None else bias.to(dtype) for bias in biases]
-    return Linears.apply(x, len(weights), *weights, *biases)
+_FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequence[Adapter]) -> Tensor:
@@ -86,8 +27,8 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequen
     On the NPU it is one node of autograd, which applies the scale of an adapter to what its first factor gives. An
     adapter may be float32 beside a layer of 16 bits: then its products are, and what it drops is dropped from float32.
     Under ``torch.compile``, torch.func and forward-mode derivatives, for DTensors, and where the weight needs a
-    gradient, it is the same formula in torch. Under autocast all are of its dtype. Differentiable as often as one
-    likes.
+    gradient, it is the same formula in torch. Under autocast all are of its dtype. Gradients of the node have no
+    derivative: to ask for one is an error that says so.
 
     Args:
         x: ``[..., H]``, of a floating dtype.
@@ -106,18 +47,18 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequen
     if x.device.type == "npu" and torch.is_autocast_enabled("npu"):
         adapters = [_adapter_for_autocast(adapter, x) for adapter in adapters]
         x, weight, bias = [_for_autocast(tensor) for tensor in (x, weight, bias)]  # type: ignore[assignment]
-    if not _is_adapted(x, weight, adapters):
+    if not _is_fused(x, weight, adapters):
         if not x.is_floating_point():
             raise TypeError(f"lora_linear: x must be floating point, got {x.dtype}")
-        return in_torch(x, weight, bias, *adapters)
+        return lora_reference(x, weight, bias, *adapters)
     if len(adapters) == 1 and adapters[0].p and adapters[0].x is None:
-        return _dropped(x, [(weight, bias, adapters[0])])[0]
+        return _multi_lora_dropout(x, [(weight, bias, adapters[0])])[0]
     scales = tuple([adapter.scale for adapter in adapters])
-    tensors = [tensor for adapter in adapters for tensor in (input_of(adapter, x), adapter.a, adapter.b)]
-    if not _is_differentiated(x, bias, *tensors):
-        return outputs_of(scales, x, weight, bias, *tensors)[0]
+    tensors = [tensor for adapter in adapters for tensor in (adapter_input(adapter, x), adapter.a, adapter.b)]
+    if not needs_grad(x, bias, *tensors):
+        return lora_forward(scales, x, weight, bias, *tensors)[0]
     with unseen_by_checkpoints():
-        return AdaptedLinear.apply(scales, x, weight, bias, *tensors)
+        return LoraLinear.apply(scales, x, weight, bias, *tensors)
 
 
 def lora_linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]) -> tuple[Tensor, ...]:
@@ -146,18 +87,18 @@ def lora_linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapte
     together = (
         len({(adapter.a.dtype, adapter.p > 0) for adapter in adapters}) == 1
         and all(adapter.x is None for adapter in adapters)
-        and all(_is_adapted(x, weight, [adapter]) for weight, _, adapter in layers)
+        and all(_is_fused(x, weight, [adapter]) for weight, _, adapter in layers)
     )
     if not together:
         return tuple([lora_linear(x, weight, bias, [adapter]) for weight, bias, adapter in layers])
     if adapters[0].p:
-        return _dropped(x, layers)
+        return _multi_lora_dropout(x, layers)
     tensors = [tensor for weight, bias, adapter in layers for tensor in (weight, bias, adapter.a, adapter.b)]
     scales = tuple([adapter.scale for adapter in adapters])
-    if not _is_differentiated(x, *tensors):
-        return adapted_together.outputs_of(scales, x, *tensors)[0]
+    if not needs_grad(x, *tensors):
+        return multi_lora_forward(scales, x, *tensors)[0]
     with unseen_by_checkpoints():
-        return AdaptedLinears.apply(scales, x, *tensors)
+        return MultiLoraLinear.apply(scales, x, *tensors)
 
 
 def lora_pair(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]) -> Tensor | None:
@@ -191,22 +132,22 @@ def lora_pair(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]
             return None
         x, factors = x.to(dtype), [tensor.to(dtype) for tensor in factors]
     a, b, c, d = factors
-    if not (_is_adapted(x, first, [Adapter(a, b, one.scale)]) and _is_adapted(x, second, [Adapter(c, d, one.scale)])):
+    if not (_is_fused(x, first, [Adapter(a, b, one.scale)]) and _is_fused(x, second, [Adapter(c, d, one.scale)])):
         return None
-    if not _is_differentiated(x, *factors):
-        return pair_of(one.scale, x, first, a, b, second, c, d)[0]
+    if not needs_grad(x, *factors):
+        return paired_lora_forward(one.scale, x, first, a, b, second, c, d)[0]
     with unseen_by_checkpoints():
-        return AdaptedPair.apply(one.scale, x, first, a, b, second, c, d)
+        return PairedLoraLinear.apply(one.scale, x, first, a, b, second, c, d)
 
 
-def _dropped(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]) -> tuple[Tensor, ...]:
+def _multi_lora_dropout(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]) -> tuple[Tensor, ...]:
     """Compute layers whose adapters drop elements of their one input; what is kept of it is that input, and masks."""
-    factors = tuple([(adapter.scale, adapter.p) for *_, adapter in layers])
+    options = tuple([(adapter.scale, adapter.p) for *_, adapter in layers])
     tensors = [tensor for weight, bias, adapter in layers for tensor in (weight, bias, adapter.a, adapter.b)]
-    if not _is_differentiated(x, *tensors):
-        return dropped_together.outputs_of(factors, x, *tensors)[0]
+    if not needs_grad(x, *tensors):
+        return multi_lora_dropout_forward(options, x, *tensors)[0]
     with unseen_by_checkpoints():
-        return DroppedLinears.apply(factors, x, *tensors)
+        return MultiLoraDropout.apply(options, x, *tensors)
 
 
 def _for_autocast(tensor: Tensor | None) -> Tensor | None:
@@ -217,11 +158,11 @@ def _adapter_for_autocast(adapter: Adapter, x: Tensor) -> Adapter:
     """Cast an adapter; where its input is not of autocast's dtype, elements of it are dropped before it is cast."""
     a, b, scale, own, p = adapter
     if x.dtype is not torch.get_autocast_dtype("npu"):
-        own = input_of(adapter, x)
+        own = adapter_input(adapter, x)
     return Adapter(_for_autocast(a), _for_autocast(b), scale, _for_autocast(own), p)  # type: ignore[arg-type]
 
 
-def _is_adapted(x: Tensor, weight: Tensor, adapters: Sequence[Adapter]) -> bool:
+def _is_fused(x: Tensor, weight: Tensor, adapters: Sequence[Adapter]) -> bool:
     """Tell whether a layer with adapters is computed on the NPU with nothing in the way of a node of ours."""
     if torch.compiler.is_compiling():
         return False
@@ -230,7 +171,7 @@ def _is_adapted(x: Tensor, weight: Tensor, adapters: Sequence[Adapter]) -> bool:
         device.type == "npu"
         and x.device == device
         and x.dtype is dtype
-        and dtype in _ADAPTED_DTYPES
+        and dtype in _FUSED_DTYPES
         and weight.dim() == 2
         and x.dim() > 0
         and x.shape[-1] == weight.shape[1]
@@ -239,11 +180,11 @@ def _is_adapted(x: Tensor, weight: Tensor, adapters: Sequence[Adapter]) -> bool:
         and not (weight.requires_grad and torch.is_grad_enabled())
         and not is_transformed()
         and not is_distributed(x, weight)
-        and all(_is_fitting(adapter, x, weight) for adapter in adapters)
+        and all(_is_adapter_fused(adapter, x, weight) for adapter in adapters)
     )
 
 
-def _is_fitting(adapter: Adapter, x: Tensor, weight: Tensor) -> bool:
+def _is_adapter_fused(adapter: Adapter, x: Tensor, weight: Tensor) -> bool:
     a, b, _, own, p = adapter
     return (
         a.dtype is b.dtype
@@ -255,31 +196,4 @@ def _is_fitting(adapter: Adapter, x: Tensor, weight: Tensor) -> bool:
         and b.shape == (weight.shape[0], a.shape[0])
         and (own is None or (own.shape == x.shape and own.dtype in (x.dtype, a.dtype)))
         and not is_distributed(a, b, own)
-    )
-
-
-def _is_differentiated(*tensors: Tensor | None) -> bool:
-    """Tell whether a gradient is asked for of one of the tensors."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def is_trained(x: Tensor, weight: Tensor) -> bool:
-    """Tell whether a product on the NPU needs a gradient of its weight, and nothing is in the way of a node of ours."""
-    if weight.device.type != "npu" or torch.compiler.is_compiling():  # where there is none torch does not know its name
-        return False
-    dtype, autocast = weight.dtype, torch.is_autocast_enabled("npu")
-    return (
-        torch.is_grad_enabled()
-        and weight.requires_grad
-        and x.device == weight.device
-        and weight.dim() == 2
-        and x.dim() > 0
-        and x.shape[-1] == weight.shape[1]
-        and (x.dtype is dtype or autocast)
-        and dtype.is_floating_point
-        and not (autocast and (dtype is torch.float64 or x.dtype is torch.float64 or not x.is_floating_point()))
-        and x.numel() > 0
-        and weight.shape[0] > 0
-        and not is_distributed(x, weight)
-        and not is_transformed()
     )

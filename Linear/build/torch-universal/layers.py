@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .patches import is_cut_into, patch_embedding
+from .patch_convolution import is_cut_into, patch_embedding
 
 
 class PatchEmbedding(nn.Module):

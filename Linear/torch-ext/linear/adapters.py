@@ -35,23 +35,23 @@ class Adapter(NamedTuple):
     p: float = 0.0
 
 
-def in_torch(x: Tensor, weight: Tensor, bias: Tensor | None, *adapters: Adapter) -> Tensor:
+def lora_reference(x: Tensor, weight: Tensor, bias: Tensor | None, *adapters: Adapter) -> Tensor:
     """Compute a linear layer with adapters by operators of torch, as peft does."""
     y = F.linear(x, weight, bias)
     dtype = y.dtype
     for adapter in adapters:
-        own = input_of(adapter, x)
+        own = adapter_input(adapter, x)
         given = (x if own is None else own).to(adapter.a.dtype)
         y = y + F.linear(F.linear(given, adapter.a), adapter.b) * adapter.scale
     return y.to(dtype)
 
 
-def input_of(adapter: Adapter, x: Tensor) -> Tensor | None:
+def adapter_input(adapter: Adapter, x: Tensor) -> Tensor | None:
     """Return what an adapter multiplies in the place of the layer's input, which may have to be drawn; None if that."""
     return F.dropout(x.to(adapter.a.dtype), adapter.p) if adapter.x is None and adapter.p else adapter.x
 
 
-def operand(x: Tensor, dtype: torch.dtype) -> Tensor:
+def as_operand(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what is multiplied with factors of a dtype in the place of a matrix: itself where that takes no cast."""
     return x if split_bf16.takes(x, dtype) else x.to(dtype)
 
@@ -60,7 +60,7 @@ def scaled_product(left: Tensor, right: Tensor, scale: float = 1, out: Tensor | 
     """Compute ``scale * left @ right`` of two matrices, into ``out`` where that is given.
 
     It is one call where both are of one dtype, and what comes out is small: CANN multiplies it by the scale behind the
-    product. Beside an :func:`operand` of bfloat16 a factor is float32.
+    product. Beside an :func:`as_operand` of bfloat16 a factor is float32.
     """
     if left.dtype is not right.dtype:
         product = split_bf16.mixed_product(left, right, out)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._common.arguments import check_tensors
-from ._common.derivatives import by_formula, gradients
+from ._common.derivatives import by_formula, gradients, needs_grad
 from ._common.distributed import is_distributed
 from ._common.functorch import is_transformed
 
@@ -75,7 +75,7 @@ def add_layer_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, bias
         _check_sum(hidden_states, residual, weight, bias)
         return F.layer_norm(hidden_states + residual, weight.shape, weight, bias, eps)
     inputs = hidden_states, residual, weight, bias
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+    if needs_grad(*inputs):
         return _AddLayerNorm.apply(*inputs, eps)[0]
     return torch.ops.npu.npu_add_layer_norm(hidden_states, residual, weight, bias, eps, False)[0]
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ._common.arguments import check_tensors
 from ._common.cann import CANN
-from ._common.derivatives import gradients
+from ._common.derivatives import gradients, needs_grad
 from ._common.distributed import is_distributed
 from ._common.functorch import is_transformed
 from ._common.second_order import let_differentiate
@@ -54,7 +54,7 @@ def norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if not _WEIGHT_IN_FLOAT32 and weight.dtype is not hidden_states.dtype:
         return norm(hidden_states.float(), weight, eps).to(hidden_states.dtype)
     # the device gives a contiguous gradient, the meta kernel one that lies as hidden_states: graphs trust the latter
-    if not hidden_states.is_contiguous() and torch.compiler.is_compiling() and _needs_grad(hidden_states, weight):
+    if not hidden_states.is_contiguous() and torch.compiler.is_compiling() and needs_grad(hidden_states, weight):
         hidden_states = hidden_states.contiguous()
     return torch.ops.npu.npu_rms_norm(hidden_states, weight, eps)[0]
 
@@ -89,7 +89,7 @@ def zero_centered_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Ten
     """
     if (
         weight.dtype is hidden_states.dtype
-        and not (torch.is_grad_enabled() and _needs_grad(hidden_states, weight))
+        and not needs_grad(hidden_states, weight)
         and is_norm_fused(hidden_states, weight)
         and hidden_states.is_contiguous()
         and weight.is_contiguous()
@@ -124,7 +124,7 @@ def add_rms_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: f
             f"add_rms_norm: residual {list(residual.shape)} must have the shape of hidden_states "
             f"{list(hidden_states.shape)}"
         )
-    if is_fused_with_add(hidden_states, residual, weight) and not _needs_grad(hidden_states, residual, weight):
+    if is_fused_with_add(hidden_states, residual, weight) and not needs_grad(hidden_states, residual, weight):
         normed, _, total = torch.ops.npu.npu_add_rms_norm(hidden_states, residual, weight, eps)
         return normed, total
     total = hidden_states + residual
@@ -177,11 +177,6 @@ def _gradient_in_torch(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) ->
         return x * torch.rsqrt(mean + eps) * weight.float()
 
     return tuple(gradients(normed, (x, weight), (True, True), grad))  # type: ignore[arg-type]
-
-
-def _needs_grad(*tensors: Tensor) -> bool:
-    """Tell whether a gradient is asked for of one of the tensors."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _check(hidden_states: Tensor, weight: Tensor | None, residual: Tensor | None = None) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ._common.cann import CANN
 from ._common.captures import capturing
+from ._common.derivatives import needs_grad
 from ._common.distributed import is_distributed
 from .limits import DTYPES
 
@@ -66,7 +67,7 @@ def rotate_one_token(
     made = _made.get(id(cos))
     if made is None or made.sin is not sin or made.in_graph is not capturing() or cos.is_inference():
         return None
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, cos, sin)):
+    if needs_grad(q, k, cos, sin):
         return None
     likes = type(q), q.shape, k.shape, q.stride(), k.stride(), q.dtype, k.dtype, q.device
     key = (*likes, unsqueeze_dim, cos._version, sin._version)

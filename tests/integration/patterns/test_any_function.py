@@ -23,11 +23,14 @@ FUNCTIONS = {function.name: function for function in functions.FUNCTIONS if not 
 OPERATORS = {"GmmFunction", "HybridGmmFunction"}
 NPU_ONLY = OPERATORS | {"lora_pair"}
 # what leaves it to torch to say what it multiplies
-PRODUCTS = OPERATORS | {"linear", "linears", "lora_pair", "patch_embedding"}
+PRODUCTS = OPERATORS | {"lora_pair", "patch_embedding"}
 # whose integers meet something else before them: a product with a mask, the sigmoid of a decay
 ANY_DTYPE = PRODUCTS | {"attention_mask", "linear_recurrence"}
 # nodes that write into what they have, or launch what torch has no rule for, and have no formula that fits into memory
-ONE_AT_A_TIME = {"attend_chosen", "chunk_gated_delta_rule", "chunk_kda", "linear_recurrence", "selective_scan_fn"}
+ONE_AT_A_TIME = {
+    *("attend_chosen", "chunk_gated_delta_rule", "chunk_kda", "linear_recurrence", "selective_scan_fn"),
+    *("lora_linear", "lora_linears", "lora_pair"),
+}
 ANY_DEVICE = PRODUCTS | {"lora_linear", "lora_linears", "attention_mask", "top_k_keys", "attend_chosen"}
 
 

@@ -1,4 +1,4 @@
-"""Gradients computed by operators of torch, for who differentiates them again."""
+"""Whether gradients are asked for, and those that operators of torch compute, for who differentiates them again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch._C import _functorch
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Tell whether a gradient is asked for of one of the tensors."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def gradients(

@@ -35,13 +35,13 @@ def has_wide_result() -> bool:
 def mixed_product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute ``left @ right`` of two matrices, one of float32 and one of bfloat16, in float32."""
     if left.dtype is torch.float32:
-        parts = torch.mm(pieces_of(left).flatten(0, 1), right, out_dtype=torch.float32).unflatten(0, (3, -1))
+        parts = torch.mm(split_into_bf16(left).flatten(0, 1), right, out_dtype=torch.float32).unflatten(0, (3, -1))
         return torch.sum(parts, 0, out=out)
-    parts = torch.mm(left, pieces_of(right.t()).flatten(0, 1).t(), out_dtype=torch.float32).unflatten(1, (3, -1))
+    parts = torch.mm(left, split_into_bf16(right.t()).flatten(0, 1).t(), out_dtype=torch.float32).unflatten(1, (3, -1))
     return torch.sum(parts, 1, out=out)
 
 
-def pieces_of(matrix: Tensor) -> Tensor:
+def split_into_bf16(matrix: Tensor) -> Tensor:
     """Cut a matrix of float32 ``[M, K]`` into three of bfloat16 ``[3, M, K]``, which add up to it if it is finite.
 
     Each is what the ones before leave, rounded: 1.0101 is 1.0078125 + 0.002288818359375 - 0.000001311302185, say.

@@ -1,4 +1,4 @@
-"""Linear layers, those with adapters of low rank, one by one and several of one input, and those of patches."""
+"""Linear layers with adapters of low rank, one by one and several of one input, and those of patches."""
 
 from __future__ import annotations
 
@@ -66,18 +66,10 @@ def _both_adapted(*tensors: Tensor) -> list[Tensor]:
 
 def _functions(at: str, leading: tuple[int, ...]) -> list[Function]:
     x = (*leading, INPUTS)
-    layer = drawn(x, (OUTPUTS, INPUTS), (OUTPUTS,))
     adapter = drawn(x, (RANK, INPUTS), (OUTPUTS, RANK))
     function = partial(Function, "Linear", at=at)
     dropping = partial(_adapted_together, p=NEVER)
     return [
-        function("linear", lambda f, *t: f(*t), F.linear, layer),
-        function(
-            "linears",
-            lambda f, x, w, b: f(x, [w, w], [b, None]),
-            lambda x, w, b: (F.linear(x, w, b), F.linear(x, w)),
-            layer,
-        ),
         function("lora_linear", _adapted, _exactly_adapted, adapter),
         function("lora_linears", _adapted_together, _both_adapted, adapter),
         function("lora_linears", dropping, _both_adapted, adapter, at=f"dropout{at and ', '}{at}"),

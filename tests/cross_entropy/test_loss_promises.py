@@ -96,7 +96,7 @@ def test_what_is_kept_changes_no_number(kernel: ModuleType, monkeypatch, loss, k
 
     A head whose logits are all kept is computed by tokens, which rounds elsewhere.
     """
-    monkeypatch.setattr(import_module(f"{kernel.__name__}.pieces"), "KEPT", kept * TOKENS * WORDS)
+    monkeypatch.setattr(import_module(f"{kernel.__name__}.ops.chunking"), "LOGITS_BUDGET", kept * TOKENS * WORDS)
     found = []
     for pieces in (None, 2):
         own = tensors(torch.bfloat16)

@@ -59,7 +59,7 @@ def test_a_logit_moves_as_many_bytes_as_its_passes_take(
     On CANN 9.1 an operator has the sums with the logits, where they are those of the head. Of 16,384 tokens three of
     eight pieces are kept: logits of the others are written once more. Entropies multiply twice, before and behind.
     """
-    monkeypatch.setattr(import_module(f"{kernel.__name__}.head"), "CANN", cann)
+    monkeypatch.setattr(import_module(f"{kernel.__name__}.ops.head_logits"), "CANN", cann)
     if cann == (9, 1) and loss is of_head:
         passes -= SUMS
     if tokens == 16_384:
@@ -87,7 +87,7 @@ class Recorded(TorchDispatchMode):
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.01}, {"softcap": 5.0}, {"pieces": 2}])
 def test_no_call_over_logits_hides_a_pass(kernel: ModuleType, monkeypatch, options) -> None:
     """``logsumexp`` copies them, ``sub`` casts 16 bits before they meet 32, and ``scatter_`` passes over whole rows."""
-    monkeypatch.setattr(import_module(f"{kernel.__name__}.head"), "CANN", (9, 0))
+    monkeypatch.setattr(import_module(f"{kernel.__name__}.ops.head_logits"), "CANN", (9, 0))
     drawn = draw(24, 96, 8)
     own = leaves(drawn[:2], torch.bfloat16, "npu")
     of_logits = {name: value for name, value in options.items() if name != "pieces"}
@@ -133,11 +133,11 @@ def test_words_that_are_left_out_change_nothing_for_the_others(kernel: ModuleTyp
 @pytest.mark.parametrize("device", ["npu", "cpu"])
 @pytest.mark.parametrize("is_strided", [False, True])
 def test_a_word_of_each_row_is_written_and_nothing_else(kernel: ModuleType, dtype, device, is_strided) -> None:
-    one_word = import_module(f"{kernel.__name__}.one_word")
+    label_scatter = import_module(f"{kernel.__name__}.ops.label_scatter")
     x = torch.arange(5 * 14, dtype=dtype).view(5, 14)
     words, values = torch.tensor([[0], [6], [3], [6], [0]]), -torch.arange(1, 6, dtype=dtype).unsqueeze(1)
     expected = (x[:, ::2] if is_strided else x[:, :7].contiguous()).clone().scatter_(1, words, values)
     moved = x.to(device)
     moved = moved[:, ::2] if is_strided else moved[:, :7].contiguous()
-    one_word.write(moved, one_word.places(words.to(device)), values.to(device))
+    label_scatter.write_one_per_row(moved, label_scatter.row_and_word(words.to(device)), values.to(device))
     assert torch.equal(moved.cpu(), expected)

@@ -20,10 +20,10 @@ def test_sums_come_with_the_logits_where_no_option_changes_them(
     But for a sum of float32 in another order: 2^-20 of the loss, which rounds a gradient in bfloat16 elsewhere at most.
     """
     drawn, fused = draw(64, 300, 32, seed=2), "npu_fused_linear_online_max_sum"
-    monkeypatch.setattr(import_module(f"{kernel.__name__}.pieces"), "KEPT", 2**30 if is_kept else 0)
+    monkeypatch.setattr(import_module(f"{kernel.__name__}.ops.chunking"), "LOGITS_BUDGET", 2**30 if is_kept else 0)
     found = []
     for cann in ((9, 1), (9, 0)):
-        monkeypatch.setattr(import_module(f"{kernel.__name__}.head"), "CANN", cann)
+        monkeypatch.setattr(import_module(f"{kernel.__name__}.ops.head_logits"), "CANN", cann)
         leaves = [t.bfloat16().npu().requires_grad_() for t in drawn[:2]]
         before = npu_counters().get(fused, 0)
         rows = kernel.linear_cross_entropy(*leaves, drawn.labels.npu(), reduction="none", **options)
@@ -40,7 +40,7 @@ def test_logits_beyond_float16_are_words_without_a_probability(kernel: ModuleTyp
 
     Logits of float32 sums, of integers, have no rounding; a loss has that of a few float32: 2^-20.
     """
-    monkeypatch.setattr(import_module(f"{kernel.__name__}.pieces"), "KEPT", 2**30 if is_kept else 0)
+    monkeypatch.setattr(import_module(f"{kernel.__name__}.ops.chunking"), "LOGITS_BUDGET", 2**30 if is_kept else 0)
     weight = torch.randint(-4, 5, (1024, 32), generator=torch.Generator().manual_seed(0)).half()
     weight[:512] = -1000
     hidden = torch.full((9, 32), 4.0).half().npu().requires_grad_()

@@ -1,4 +1,4 @@
-"""What the public functions share: checks of their arguments, autocast, and the reduction of what rows have."""
+"""What the public functions share: checks of their arguments, autocast, and the reduction over rows."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from . import pieces as pieces_of
 from ._common.autocast import autocast_dtype
 from ._common.derivatives import needs_grad
 from ._common.functorch import is_transformed
-from .objective import Objective
+from .ops import chunking
+from .ops.objective import Objective
 
 
-def reduced(
+def reduce_loss(
     rows: Tensor, labels: Tensor, words: int, objective: Objective, reduction: str, num_items: float | Tensor | None
 ) -> Tensor:
     """Reduce the loss of each row ``[N]``; a label that is no word makes it NaN, and its gradient zero."""
@@ -22,11 +22,11 @@ def reduced(
     rows = torch.where(counted & ((labels < 0) | (labels >= words)), math.nan, rows)
     if reduction == "mean" and num_items is None:
         num_items = counted.sum()
-    return over_rows(rows, reduction, num_items)
+    return reduce_rows(rows, reduction, num_items)
 
 
-def over_rows(rows: Tensor, reduction: str, num_items: float | Tensor | None) -> Tensor:
-    """Reduce what rows have: each, their sum, or that divided by ``num_items``, which the mean needs alone."""
+def reduce_rows(rows: Tensor, reduction: str, num_items: float | Tensor | None) -> Tensor:
+    """Reduce rows to each of them, their sum, or that divided by ``num_items``, which the mean needs alone."""
     if reduction == "none":
         return rows
     total = rows.sum()
@@ -56,7 +56,7 @@ def refuse_labels_beyond(name: str, labels: Tensor, words: int, ignore_index: in
         )
 
 
-def objective_of(
+def make_objective(
     name: str, ignore_index: int, label_smoothing: float, z_loss: float, logit_scale: float, softcap: float | None
 ) -> Objective:
     """Return the options of a loss, or refuse them."""
@@ -116,9 +116,9 @@ def is_frozen(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> boo
     return hidden_states.requires_grad and not (weight.requires_grad or (bias is not None and bias.requires_grad))
 
 
-def kept(*tensors: Tensor | None) -> int:
+def logits_budget(*tensors: Tensor | None) -> int:
     """Return how many bytes of logits are kept for a backward: none in a graph, where they cannot be overwritten."""
-    return pieces_of.KEPT if needs_grad(*tensors) and not torch.compiler.is_compiling() else 0
+    return chunking.LOGITS_BUDGET if needs_grad(*tensors) and not torch.compiler.is_compiling() else 0
 
 
 def as_autocast(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import in_torch
-from . import pieces as pieces_of
 from ._common.autocast import without_autocast
 from ._common.checkpoints import unseen_by_checkpoints
 from ._common.distributed import is_distributed
@@ -15,13 +13,14 @@ from .arguments import (
     check_head,
     check_labels,
     check_rows,
-    kept,
-    objective_of,
-    reduced,
+    logits_budget,
+    make_objective,
+    reduce_loss,
     refuse_labels_beyond,
 )
-from .entropy import LinearCrossEntropyWithEntropy
+from .autograd.loss_and_entropy import LinearCrossEntropyWithEntropy
 from .functional import linear_cross_entropy
+from .ops import chunking, reference
 from .shard import Shard
 
 
@@ -126,18 +125,18 @@ def linear_log_probs_and_entropy(
     shape, hidden_states, labels = labels.shape, hidden_states.reshape(-1, hidden_states.shape[-1]), labels.flatten()
     check_labels(name, hidden_states, labels)
     check_head(name, hidden_states, weight, bias, pieces)
-    objective = objective_of(name, ignore_index, 0.0, 0.0, logit_scale, softcap)
+    objective = make_objective(name, ignore_index, 0.0, 0.0, logit_scale, softcap)
     labels = labels.long()
     refuse_labels_beyond(name, labels, weight.shape[0], ignore_index)
     hidden_states, weight, bias = as_autocast(name, hidden_states, weight, bias)
     if is_transformed() or is_distributed(hidden_states, weight, labels):
-        rows, entropy = in_torch.linear_loss_and_entropy(hidden_states, weight, bias, labels, objective)
+        rows, entropy = reference.linear_loss_and_entropy(hidden_states, weight, bias, labels, objective)
     else:
-        number = pieces or pieces_of.how_many(hidden_states.shape[0], weight.shape[0])
-        budget = 0 if pieces else kept(hidden_states, weight, bias)
+        chunks = pieces or chunking.vocab_chunk_count(hidden_states.shape[0], weight.shape[0])
+        budget = 0 if pieces else logits_budget(hidden_states, weight, bias)
         with without_autocast(hidden_states), unseen_by_checkpoints():
             rows, entropy = LinearCrossEntropyWithEntropy.apply(
-                hidden_states, weight, bias, labels, objective, number, budget
+                hidden_states, weight, bias, labels, objective, chunks, budget
             )
-    rows = reduced(rows, labels, weight.shape[0], objective, "none", None)
+    rows = reduce_loss(rows, labels, weight.shape[0], objective, "none", None)
     return -rows.view(shape), entropy.view(shape)

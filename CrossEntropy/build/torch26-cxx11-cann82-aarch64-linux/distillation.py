@@ -1,16 +1,12 @@
-"""Distillation: what a student's head and a teacher's differ by, without the logits of either."""
+"""Distillation: the divergence of a student's head and a teacher's, without the logits of either."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from . import in_torch
-from . import pieces as pieces_of
 from ._common.autocast import without_autocast
 from ._common.checkpoints import unseen_by_checkpoints
-from ._common.derivatives import by_formula, gradients
 from ._common.distributed import is_distributed
 from ._common.functorch import is_transformed
 from .arguments import (
@@ -18,105 +14,15 @@ from .arguments import (
     check_head,
     check_reduction,
     check_rows,
-    kept,
-    objective_of,
-    over_rows,
+    logits_budget,
+    make_objective,
+    reduce_rows,
 )
-from .divergence import Divergence, Statistics
-from .float16 import brought_within, power_of_two
-from .objective import statistics_dtype
-
-
-class LinearDivergence(torch.autograd.Function):
-    """Computes what the distributions of two heads differ by in each row ``[N]``, in pieces of tokens.
-
-    The logits of each piece make its rows and, before they are freed, the gradient of the student's: of it that of the
-    hidden states. Where the weight is trained it is kept for the backward in the dtype of the head, up to ``budget``
-    bytes; of rows behind these the logits are computed again there. As in linear.py, each row of the weight's gradient
-    is one product, rounded once.
-
-    ``apply(hidden_states, weight, bias, teacher_hidden_states, teacher_weight, teacher_bias, divergence, unit, pieces,
-    words, budget)`` takes ``[N, H]``, ``[V, H]``, ``[V]`` or None, the same of the teacher, the options, what gradients
-    are multiplied with before they are rounded, of no dimension, in how many pieces tokens are cut and, in the
-    backward, words, and how many bytes of gradients are kept.
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        teacher_hidden_states: Tensor,
-        teacher_weight: Tensor,
-        teacher_bias: Tensor | None,
-        divergence: Divergence,
-        unit: Tensor,
-        number: int,
-        words: int,
-        budget: int,
-    ) -> Tensor:
-        needs_hidden, *others = ctx.needs_input_grad[:3]
-        slope = torch.empty_like(hidden_states) if needs_hidden else None
-        found, kept = [], []
-        for rows in pieces_of.of_rows(hidden_states.shape[0], number):
-            x = F.linear(hidden_states[rows], weight, bias)
-            y = F.linear(teacher_hidden_states[rows], teacher_weight, teacher_bias)
-            found.append(divergence.overwrite(x, y, unit))
-            if slope is not None:
-                torch.mm(x, weight, out=slope[rows])
-            if any(others) and (budget := budget - x.numel() * x.element_size()) >= 0:
-                kept.append(x)
-            del x, y
-        known = Statistics(*(torch.cat(each) for each in zip(*found)))
-        ctx.options = divergence, words
-        heads = hidden_states, weight, bias, teacher_hidden_states, teacher_weight, teacher_bias
-        ctx.save_for_backward(*heads, slope, unit, *known, *kept)
-        return known.divergence.squeeze(-1).clone()  # no view: autograd lets nobody write to one that a node gives
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: checkpoints refuse a second look
-        hidden_states, weight, bias, *teacher, slope, unit = saved[:8]
-        divergence, words = ctx.options
-        needs, nothing = ctx.needs_input_grad[:3], (None,) * 8
-        if by_formula(grad):
-            found = gradients(
-                lambda h, w, b: in_torch.linear_divergence(h, w, b, *teacher, divergence),
-                (hidden_states, weight, bias),
-                needs,
-                grad,
-            )
-            return *found, *nothing
-        factor = (grad * -divergence.factor / unit).unsqueeze(-1)
-        d_hidden = None if slope is None else (slope * factor).to(hidden_states.dtype)
-        if not any(needs[1:]):
-            return d_hidden, None, None, *nothing
-        known, kept = Statistics(*saved[8:12]), saved[12:]
-        done = sum(x.shape[0] for x in kept)
-        rest = slice(done, None)
-        steep, beyond = brought_within(hidden_states * factor, weight.dtype)
-        share, beyond_share = brought_within(factor.t(), weight.dtype)
-        d_weight = torch.empty_like(weight) if needs[1] else None
-        d_bias = torch.empty_like(bias) if needs[2] else None
-        for part in pieces_of.of_words(weight.shape[0], words):
-            found = [x[:, part] for x in kept]
-            if done < hidden_states.shape[0]:
-                x, y = (
-                    F.linear(h[rest], w[part], None if b is None else b[part])
-                    for h, w, b in ((hidden_states, weight, bias), teacher)
-                )
-                divergence.overwrite(x, y, unit, known.rows(rest))
-                found.append(x)
-            x = torch.cat(found)
-            if d_weight is not None:
-                torch.mm(x.t(), steep, out=d_weight[part])
-            if d_bias is not None:
-                torch.mm(share, x, out=d_bias[part].unsqueeze(0))
-        for gradient, times in ((d_weight, beyond), (d_bias, beyond_share)):
-            if gradient is not None and times is not None:
-                gradient.mul_(times)
-        return d_hidden, d_weight, d_bias, *nothing
+from .autograd.linear_jsd import LinearGeneralizedJSD
+from .ops import chunking, reference
+from .ops.divergence import Divergence
+from .ops.float16_range import power_of_two
+from .ops.objective import statistics_dtype
 
 
 def linear_generalized_jsd(
@@ -199,8 +105,8 @@ def linear_generalized_jsd(
     teacher_logit_scale = logit_scale if teacher_logit_scale is None else teacher_logit_scale
     divergence = Divergence(
         float(beta),
-        objective_of(name, ignore_index, 0.0, 0.0, logit_scale, softcap),
-        objective_of(f"{name}, teacher", ignore_index, 0.0, 0.0, teacher_logit_scale, teacher_softcap),
+        make_objective(name, ignore_index, 0.0, 0.0, logit_scale, softcap),
+        make_objective(f"{name}, teacher", ignore_index, 0.0, 0.0, teacher_logit_scale, teacher_softcap),
     )
     shape = hidden_states.shape[:-1]
     student = as_autocast(name, hidden_states.reshape(-1, hidden_states.shape[-1]), weight, bias)
@@ -210,21 +116,23 @@ def linear_generalized_jsd(
     if reduction == "batchmean" and num_items is None:
         num_items = max(student[0].shape[0], 1) if counted is None else counted.sum().clamp(min=1)
     if is_transformed() or is_distributed(*student, *teacher):
-        rows = in_torch.linear_divergence(*student, *teacher, divergence)
+        rows = reference.head_divergence(divergence, teacher, *student)
     else:
         if not torch.is_grad_enabled():
             student = tuple(each if each is None else each.detach() for each in student)
         size = student[0].shape[0], weight.shape[0]
-        number, words = pieces or pieces_of.of_tokens(2 * size[0], size[1]), pieces or pieces_of.how_many(*size)
+        token_chunks = pieces or chunking.token_chunk_count(2 * size[0], size[1])
+        vocab_chunks = pieces or chunking.vocab_chunk_count(*size)
         with without_autocast(hidden_states), unseen_by_checkpoints():
             one = torch.full((), divergence.factor, dtype=statistics_dtype(student[0].dtype), device=weight.device)
-            unit = over_rows(one, reduction, num_items)
-            unit = unit / power_of_two(unit)  # a mantissa: what is multiplied with the rest is not rounded by it
-            budget = 0 if pieces else kept(*student)
-            rows = LinearDivergence.apply(*student, *teacher, divergence, unit, number, words, budget)
+            scale = reduce_rows(one, reduction, num_items)
+            scale = scale / power_of_two(scale)  # a mantissa: what is multiplied with the rest is not rounded by it
+            budget = 0 if pieces else logits_budget(*student)
+            options = divergence, scale, token_chunks, vocab_chunks, budget
+            rows = LinearGeneralizedJSD.apply(*student, *teacher, *options)
     if counted is not None:
         rows = torch.where(counted, rows, 0.0)
-    rows = over_rows(rows, reduction, num_items)
+    rows = reduce_rows(rows, reduction, num_items)
     return rows.view(shape) if reduction == "none" else rows
 
 

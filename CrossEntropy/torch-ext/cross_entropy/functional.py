@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-from . import in_torch
-from . import pieces as pieces_of
 from ._common.autocast import without_autocast
 from ._common.checkpoints import unseen_by_checkpoints
 from ._common.distributed import is_distributed
@@ -19,14 +17,15 @@ from .arguments import (
     check_labels,
     check_reduction,
     is_frozen,
-    kept,
-    objective_of,
-    reduced,
+    logits_budget,
+    make_objective,
+    reduce_loss,
     refuse_labels_beyond,
 )
-from .by_tokens import LinearCrossEntropyByTokens
-from .linear import LinearCrossEntropy
-from .rows import CrossEntropy
+from .autograd.logits_loss import CrossEntropy
+from .autograd.token_chunks import LinearCrossEntropyByTokens
+from .autograd.vocab_chunks import LinearCrossEntropy
+from .ops import chunking, reference
 from .shard import Shard
 
 
@@ -72,16 +71,16 @@ def cross_entropy(
         >>> cross_entropy(logits, torch.tensor([1, 2, -100, 4, 5, 6], device="npu")).backward()
     """
     check_labels("cross_entropy", logits, labels)
-    objective = objective_of("cross_entropy", ignore_index, label_smoothing, z_loss, logit_scale, softcap)
+    objective = make_objective("cross_entropy", ignore_index, label_smoothing, z_loss, logit_scale, softcap)
     check_reduction("cross_entropy", reduction, num_items)
     labels = labels.long()
     refuse_labels_beyond("cross_entropy", labels, logits.shape[1], ignore_index)
     if is_transformed() or is_distributed(logits, labels):
-        rows = in_torch.loss(logits, labels, objective)
+        rows = reference.logits_loss(logits, labels, objective)
     else:
         with without_autocast(logits):
             rows = CrossEntropy.apply(logits, labels, objective)
-    return reduced(rows, labels, logits.shape[-1], objective, reduction, num_items)
+    return reduce_loss(rows, labels, logits.shape[-1], objective, reduction, num_items)
 
 
 def linear_cross_entropy(
@@ -138,7 +137,7 @@ def linear_cross_entropy(
     name = "linear_cross_entropy"
     check_labels(name, hidden_states, labels)
     check_head(name, hidden_states, weight, bias, pieces)
-    objective = objective_of(name, ignore_index, label_smoothing, z_loss, logit_scale, softcap)
+    objective = make_objective(name, ignore_index, label_smoothing, z_loss, logit_scale, softcap)
     check_reduction(name, reduction, num_items)
     labels = labels.long()
     words = weight.shape[0] if shard is None else shard.words
@@ -147,18 +146,18 @@ def linear_cross_entropy(
     if is_transformed() or is_distributed(hidden_states, weight, labels):
         if shard is not None:
             raise ValueError(f"{name}: a shard is neither transformed by torch.func nor a DTensor")
-        rows = in_torch.linear_loss(hidden_states, weight, bias, labels, objective)
+        rows = reference.linear_loss(hidden_states, weight, bias, labels, objective)
     else:
         size = hidden_states.shape[0], weight.shape[0]
-        budget = 0 if pieces else kept(hidden_states, weight, bias)
+        budget = 0 if pieces else logits_budget(hidden_states, weight, bias)
         fits = math.prod(size) * weight.element_size() <= budget
         is_untrained = torch.is_grad_enabled() and is_frozen(hidden_states, weight, bias)
         with without_autocast(hidden_states), unseen_by_checkpoints():
             if shard is None and (fits or is_untrained):
-                number = pieces or pieces_of.of_tokens(*size)
-                rows = LinearCrossEntropyByTokens.apply(hidden_states, weight, bias, labels, objective, number)
+                chunks = pieces or chunking.token_chunk_count(*size)
+                rows = LinearCrossEntropyByTokens.apply(hidden_states, weight, bias, labels, objective, chunks)
             else:
-                number = pieces or pieces_of.how_many(*size)
-                rows = LinearCrossEntropy.apply(hidden_states, weight, bias, labels, objective, shard, number, budget)
+                chunks = pieces or chunking.vocab_chunk_count(*size)
+                rows = LinearCrossEntropy.apply(hidden_states, weight, bias, labels, objective, shard, chunks, budget)
     with unseen_by_checkpoints():  # deferred logits mark the loss as written to
-        return reduced(rows, labels, words, objective, reduction, num_items)
+        return reduce_loss(rows, labels, words, objective, reduction, num_items)

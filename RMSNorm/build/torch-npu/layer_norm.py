@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ._common.arguments import check_tensors
-from ._common.derivatives import by_formula, gradients, needs_grad
+from ._common.derivatives import needs_grad
 from ._common.distributed import is_distributed
 from ._common.functorch import is_transformed
 
@@ -41,7 +39,7 @@ def layer_norm(hidden_states: Tensor, weight: Tensor | None, bias: Tensor | None
     _check("weight", weight, hidden_states)
     _check("bias", bias, hidden_states)
     if hidden_states.device.type == "npu" and dtype not in _FUSED_DTYPES:
-        return _layer_norm_in_torch(hidden_states, weight, bias, eps)
+        return _layer_norm_reference(hidden_states, weight, bias, eps)
     parts = [part for part in (weight, bias) if part is not None]
     if all(part.dtype is dtype and part.shape == size for part in parts):
         return F.layer_norm(hidden_states, size, weight, bias, eps).to(dtype)  # autocast gives float32
@@ -71,8 +69,8 @@ def add_layer_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, bias
         ValueError: shapes or devices do not fit.
         TypeError: an argument is not floating point.
     """
-    if not takes_sum(hidden_states, residual, weight, bias):
-        _check_sum(hidden_states, residual, weight, bias)
+    if not is_add_layer_norm_fused(hidden_states, residual, weight, bias):
+        _check_add(hidden_states, residual, weight, bias)
         return F.layer_norm(hidden_states + residual, weight.shape, weight, bias, eps)
     inputs = hidden_states, residual, weight, bias
     if needs_grad(*inputs):
@@ -80,7 +78,7 @@ def add_layer_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, bias
     return torch.ops.npu.npu_add_layer_norm(hidden_states, residual, weight, bias, eps, False)[0]
 
 
-def takes_sum(hidden_states: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> bool:
+def is_add_layer_norm_fused(hidden_states: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> bool:
     """Tell whether ``npu_add_layer_norm`` takes them (Atlas A2 and A3): CANN, aclnnAddLayerNorm."""
     dtype = hidden_states.dtype
     return (
@@ -108,7 +106,6 @@ class _AddLayerNorm(torch.autograd.Function):
     def forward(ctx, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         y, mean, rstd, total = torch.ops.npu.npu_add_layer_norm(x, residual, weight, bias, eps, True)
         ctx.save_for_backward(total, mean, rstd, weight, bias)
-        ctx.eps = eps
         ctx.set_materialize_grads(False)
         return y, total
 
@@ -119,13 +116,9 @@ class _AddLayerNorm(torch.autograd.Function):
         needs = [needs_x or needs_residual, needs_weight, needs_bias]
         d_weight = d_bias = None
         if grad is not None:
-            if by_formula(grad, d_sum):
-                function = partial(_layer_norm_of, eps=ctx.eps)
-                d_total, d_weight, d_bias = gradients(function, (total, weight, bias), needs, grad)
-            else:
-                d_total, d_weight, d_bias = torch.ops.aten.native_layer_norm_backward(
-                    grad, total, weight.shape, mean, rstd, weight, bias, needs
-                )
+            d_total, d_weight, d_bias = torch.ops.aten.native_layer_norm_backward(
+                grad, total, weight.shape, mean, rstd, weight, bias, needs
+            )
             d_sum = d_total if d_sum is None else d_total + d_sum
         return (
             d_sum if needs_x else None,
@@ -136,7 +129,7 @@ class _AddLayerNorm(torch.autograd.Function):
         )
 
 
-def _check_sum(hidden_states: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> None:
+def _check_add(hidden_states: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> None:
     """Raise what :func:`add_layer_norm` says of arguments that do not fit."""
     check_tensors(hidden_states=hidden_states, residual=residual, weight=weight, bias=bias)
     size = hidden_states.shape[-1:]
@@ -159,11 +152,7 @@ def _check(name: str, part: Tensor | None, hidden_states: Tensor) -> None:
         )
 
 
-def _layer_norm_of(total: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return F.layer_norm(total, weight.shape, weight, bias, eps)
-
-
-def _layer_norm_in_torch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def _layer_norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Compute the same formula in torch, for dtypes that the NPU has no norm for."""
     apart = x - x.mean(-1, keepdim=True)
     y = apart * torch.rsqrt(apart.square().mean(-1, keepdim=True) + eps)

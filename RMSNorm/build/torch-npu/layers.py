@@ -17,16 +17,18 @@ from torch.nn.modules.module import (
 )
 
 from ._common import silu
-from .functional import norm, zero_centered_norm
-from .gated import GATES, gated_norm
+from .functional import unchecked_rms_norm, unchecked_zero_centered_rms_norm
+from .gated_norm import GATES, gated_norm
 from .hyper_connections import hyper_connection, hyper_head, independent_hyper_connection
 from .layer_norm import add_layer_norm, layer_norm
 
 # torch's own: somebody may have put something in their places, before or since
 _CALL = nn.Module._wrapped_call_impl
-_NORMED = nn.LayerNorm.forward if getattr(nn.LayerNorm.forward, "__globals__", None) is vars(normalization) else None
-_SQUASHED = nn.Sigmoid.forward if getattr(nn.Sigmoid.forward, "__globals__", None) is vars(activation) else None
-_EPS_OF_OLMO = 1e-5  # OlmoLayerNorm.forward of transformers, models/olmo/modeling_olmo.py
+_LAYER_NORM_FORWARD, _SIGMOID_FORWARD = (
+    cls.forward if getattr(cls.forward, "__globals__", None) is vars(module) else None
+    for cls, module in ((nn.LayerNorm, normalization), (nn.Sigmoid, activation))
+)
+_OLMO_EPS = 1e-5  # OlmoLayerNorm.forward of transformers, models/olmo/modeling_olmo.py
 
 
 class _Layer(nn.Module):
@@ -43,14 +45,14 @@ class RMSNorm(_Layer):
         weight = _weight(self)
         if hidden_states.dtype is not weight.dtype:
             hidden_states = _widened(hidden_states, weight)
-        return norm(hidden_states, weight, eps_of(self))
+        return unchecked_rms_norm(hidden_states, weight, read_eps(self))
 
 
 class RMSNormCastLast(_Layer):
     """Computes ``(weight * x_normed).to(x.dtype)``, as Olmo 2 does. Reads eps, and ``weight`` if there is one."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return norm(hidden_states, getattr(self, "weight", None), eps_of(self))
+        return unchecked_rms_norm(hidden_states, getattr(self, "weight", None), read_eps(self))
 
 
 class RMSNormZeroCentered(_Layer):
@@ -58,15 +60,15 @@ class RMSNormZeroCentered(_Layer):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if self.training:  # a layer is checkpointed without a gradient first: it has to be the same when it has one
-            return norm(hidden_states, 1.0 + _weight(self).float(), eps_of(self))
-        return zero_centered_norm(hidden_states, _weight(self), eps_of(self))
+            return unchecked_rms_norm(hidden_states, 1.0 + _weight(self).float(), read_eps(self))
+        return unchecked_zero_centered_rms_norm(hidden_states, _weight(self), read_eps(self))
 
 
 class RMSNormWeightless(_Layer):
     """Computes ``x_normed.to(x.dtype)``, as NanoChat does. Reads eps."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return norm(hidden_states, None, eps_of(self))
+        return unchecked_rms_norm(hidden_states, None, read_eps(self))
 
 
 class LayerNormFloat32(_Layer):
@@ -76,7 +78,7 @@ class LayerNormFloat32(_Layer):
     """
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        eps = getattr(self, "variance_epsilon", _EPS_OF_OLMO)
+        eps = getattr(self, "variance_epsilon", _OLMO_EPS)
         return layer_norm(hidden_states, getattr(self, "weight", None), None, eps)
 
 
@@ -88,7 +90,7 @@ class LayerNorm(_Layer):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = _weight(self)
-        return layer_norm(_widened(hidden_states, weight), weight, self.bias, eps_of(self))
+        return layer_norm(_widened(hidden_states, weight), weight, self.bias, read_eps(self))
 
 
 class AddLayerNorm(_Layer):
@@ -111,7 +113,7 @@ class T5LayerNorm(_Layer):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = _weight(self)
-        return norm(_widened(hidden_states, weight), weight, eps_of(self)).to(weight.dtype)
+        return unchecked_rms_norm(_widened(hidden_states, weight), weight, read_eps(self)).to(weight.dtype)
 
 
 class RMSNormGated(_Layer):
@@ -146,9 +148,9 @@ class MambaRMSNormGated(_Layer):
             x = x * F.silu(gate.float())
         size = self.group_size if _has(self, "group_size") else x.shape[-1]
         if size == x.shape[-1]:
-            normed = norm(x, weight.float(), eps_of(self))
+            normed = unchecked_rms_norm(x, weight.float(), read_eps(self))
         else:  # the operator takes no weight for each group
-            normed = norm(x.unflatten(-1, (-1, size)), None, eps_of(self)).flatten(-2) * weight.float()
+            normed = unchecked_rms_norm(x.unflatten(-1, (-1, size)), None, read_eps(self)).flatten(-2) * weight.float()
         return normed.to(torch.promote_types(hidden_states.dtype, weight.dtype))
 
 
@@ -160,7 +162,7 @@ class HyperConnection(_Layer):
     """
 
     def forward(self, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        norm_eps, rounds = eps_of(self.input_norm), self.hc_sinkhorn_iters
+        norm_eps, rounds = read_eps(self.input_norm), self.hc_sinkhorn_iters
         return hyper_connection(hidden_streams, self.fn, self.base, self.scale, norm_eps, self.hc_eps, rounds)
 
 
@@ -168,7 +170,7 @@ class IndependentHyperConnection(_Layer):
     """Computes the same without weights of streams for each other, as Hunyuan V4 does. Reads ``hc_post_magnitude``."""
 
     def forward(self, hidden_streams: Tensor) -> tuple[Tensor, Tensor]:
-        terms = eps_of(self.input_norm), self.hc_eps, self.hc_post_magnitude
+        terms = read_eps(self.input_norm), self.hc_eps, self.hc_post_magnitude
         return independent_hyper_connection(hidden_streams, self.fn, self.base, self.scale, *terms)
 
 
@@ -176,7 +178,7 @@ class HyperHead(_Layer):
     """Computes what a model's last norm gets of several streams. Reads ``hc_fn``, ``hc_base``, ``hc_scale``, eps."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return hyper_head(x, self.hc_fn, self.hc_base, self.hc_scale, eps_of(self.input_norm), self.eps)
+        return hyper_head(x, self.hc_fn, self.hc_base, self.hc_scale, read_eps(self.input_norm), self.eps)
 
 
 def _widened(hidden_states: Tensor, weight: Tensor) -> Tensor:
@@ -200,8 +202,8 @@ def _weight(module: nn.Module) -> Tensor:
     return module.weight
 
 
-def eps_of(module: nn.Module) -> float:
-    """Return what is added to the mean, under either of the names that norms have for it."""
+def read_eps(module: nn.Module) -> float:
+    """Return the eps of a norm, under either of the names that transformers has for it."""
     # what _has tells, without the call: every forward asks
     named = "variance_epsilon" in module.__dict__ or hasattr(type(module), "variance_epsilon")
     return module.variance_epsilon if named else module.eps
@@ -215,7 +217,7 @@ def _gated(
     A gate goes through SiLU, unless the norm names another function. What that cannot be told of calls the original.
     """
     if gate is None:
-        return norm(hidden_states, _weight(module).float(), eps_of(module))
+        return unchecked_rms_norm(hidden_states, _weight(module).float(), read_eps(module))
     name = module.activation if _has(module, "activation") else "silu"
     if type(module).forward is layer.forward:  # it replaces nothing
         if name not in GATES:
@@ -226,7 +228,7 @@ def _gated(
         or nn.SiLU.forward is not silu.FORWARD_OF_TORCH
         or silu.CLASS.__call__ is not _CALL
         or nn.SiLU.__call__ is not _CALL
-        or nn.Sigmoid.forward is not _SQUASHED
+        or nn.Sigmoid.forward is not _SIGMOID_FORWARD
         or nn.Sigmoid.__call__ is not _CALL
         or _global_forward_hooks
         or _global_forward_pre_hooks
@@ -234,7 +236,7 @@ def _gated(
         or _global_backward_pre_hooks
     ):
         return type(module).forward(module, hidden_states, gate)
-    return gated_norm(hidden_states, gate, _weight(module), eps_of(module), GATES[name], rounds_norm)
+    return gated_norm(hidden_states, gate, _weight(module), read_eps(module), GATES[name], rounds_norm)
 
 
 def _is_plain(norm: nn.Module) -> bool:
@@ -242,7 +244,7 @@ def _is_plain(norm: nn.Module) -> bool:
     members = norm.__dict__
     return (
         type(norm) is nn.LayerNorm
-        and nn.LayerNorm.forward is _NORMED
+        and nn.LayerNorm.forward is _LAYER_NORM_FORWARD
         and nn.LayerNorm.__call__ is _CALL
         and "forward" not in members
         and norm._parameters.get("weight") is not None

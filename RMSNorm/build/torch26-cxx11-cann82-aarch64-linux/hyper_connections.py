@@ -48,12 +48,12 @@ def hyper_connection(
     _check(streams, weight, base, scale, eps, rounds)
     n, hidden = streams.shape[-2:]
     with without_autocast(streams):
-        wide, logits = _projected(streams, weight, base, scale, (n, n, n * n), norm_eps)
+        streams_fp32, logits = _project_streams(streams, weight, base, scale, (n, n, n * n), norm_eps)
         pre, post = logits[:, : 2 * n].sigmoid().split(n, -1)
         # tokens side by side: rows and columns are sums of whole vectors
         mixed = sinkhorn(logits[:, 2 * n :].t().contiguous().view(n, n, -1), eps, rounds)
         mixed = mixed.flatten(0, 1).t().contiguous()
-        collapsed = _collapsed(pre + eps, wide).to(streams.dtype)
+        collapsed = _sum_streams(pre + eps, streams_fp32).to(streams.dtype)
     lead = streams.shape[:-2]
     return (2 * post).view(*lead, n), mixed.view(*lead, n, n), collapsed.view(*lead, hidden)
 
@@ -67,9 +67,9 @@ def independent_hyper_connection(
     """
     n, hidden = streams.shape[-2:]
     with without_autocast(streams):
-        wide, logits = _projected(streams, weight, base, scale, (n, n), norm_eps)
+        streams_fp32, logits = _project_streams(streams, weight, base, scale, (n, n), norm_eps)
         pre, post = logits.sigmoid().split(n, -1)
-        collapsed = _collapsed(pre + eps, wide).to(streams.dtype)
+        collapsed = _sum_streams(pre + eps, streams_fp32).to(streams.dtype)
         post = magnitude * post + eps
     return post.view(streams.shape[:-1]), collapsed.view(*streams.shape[:-2], hidden)
 
@@ -78,8 +78,8 @@ def hyper_head(streams: Tensor, weight: Tensor, base: Tensor, scale: Tensor, nor
     """Compute the sum of the streams alone: DeepseekV4HyperHead.forward. ``weight`` is ``[N, N * H]``."""
     n, hidden = streams.shape[-2:]
     with without_autocast(streams):
-        wide, logits = _projected(streams, weight, base, scale, (n,), norm_eps)
-        collapsed = _collapsed(logits.sigmoid() + eps, wide).to(streams.dtype)
+        streams_fp32, logits = _project_streams(streams, weight, base, scale, (n,), norm_eps)
+        collapsed = _sum_streams(logits.sigmoid() + eps, streams_fp32).to(streams.dtype)
     return collapsed.view(*streams.shape[:-2], hidden)
 
 
@@ -88,7 +88,7 @@ def sinkhorn(logits: Tensor, eps: float, rounds: int) -> Tensor:
     is_trained = torch.is_grad_enabled() and logits.requires_grad
     if is_trained and not (torch.compiler.is_compiling() or is_transformed() or is_distributed(logits)):
         return _Sinkhorn.apply(logits, eps, rounds)
-    return _rounds(logits, eps, rounds)
+    return _sinkhorn_rounds(logits, eps, rounds)
 
 
 class _Sinkhorn(torch.autograd.Function):
@@ -98,15 +98,15 @@ class _Sinkhorn(torch.autograd.Function):
     def forward(ctx, logits: Tensor, eps: float, rounds: int) -> Tensor:
         ctx.save_for_backward(logits)
         ctx.terms = eps, rounds
-        return _rounds(logits, eps, rounds)
+        return _sinkhorn_rounds(logits, eps, rounds)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        (gradient,) = gradients(lambda logits: _rounds(logits, *ctx.terms), ctx.saved_tensors, (True,), grad)
+        (gradient,) = gradients(lambda logits: _sinkhorn_rounds(logits, *ctx.terms), ctx.saved_tensors, (True,), grad)
         return gradient, None, None
 
 
-def _rounds(logits: Tensor, eps: float, rounds: int) -> Tensor:
+def _sinkhorn_rounds(logits: Tensor, eps: float, rounds: int) -> Tensor:
     """Compute the rounds, each in logarithms: log_softmax divides by a sum in one launch.
 
     The first, whose sums may be of the size of eps, adds it as transformers does, and so does the last. In between
@@ -126,7 +126,7 @@ def _rounds(logits: Tensor, eps: float, rounds: int) -> Tensor:
     return weights.log_softmax(1).softmax(0) / (1 + eps)
 
 
-def _projected(
+def _project_streams(
     streams: Tensor, weight: Tensor, base: Tensor, scale: Tensor, sizes: tuple[int, ...], norm_eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return the streams ``[T, N, H]`` in float32, and what the projection of their norm gives, scaled, ``[T, M]``.
@@ -134,18 +134,18 @@ def _projected(
     The norm is one number a token, by which the product is divided: no normed streams are written. It is taken over
     pieces of 64 values first, since torch adds a long row up one by one.
     """
-    wide = streams.float().flatten(0, -3)
-    flat = wide.flatten(1)
+    streams_fp32 = streams.float().flatten(0, -3)
+    flat = streams_fp32.flatten(1)
     piece = 1 if flat.shape[-1] % 64 else 64
     sums = torch.linalg.vector_norm(flat.unflatten(-1, (-1, piece)), dim=-1).square().mean(-1, keepdim=True)
     product = F.linear(flat, weight.float()) * torch.rsqrt(sums + norm_eps * piece)
     scales = torch.cat([each.expand(size) for each, size in zip(scale.float().split(1), sizes)])
-    return wide, torch.addcmul(base.float(), product, scales, value=piece**0.5)
+    return streams_fp32, torch.addcmul(base.float(), product, scales, value=piece**0.5)
 
 
-def _collapsed(weights: Tensor, wide: Tensor) -> Tensor:
+def _sum_streams(weights: Tensor, streams_fp32: Tensor) -> Tensor:
     """Sum the streams ``[T, N, H]`` with weights ``[T, N]``."""
-    return torch.bmm(weights.unsqueeze(1), wide).squeeze(1)
+    return torch.bmm(weights.unsqueeze(1), streams_fp32).squeeze(1)
 
 
 def _check(streams: Tensor, weight: Tensor, base: Tensor, scale: Tensor, eps: float, rounds: int) -> None:

@@ -39,20 +39,20 @@ def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor
         TypeError: ``hidden_states`` or ``weight`` is not floating point.
     """
     _check(hidden_states, weight)
-    return norm(hidden_states, weight, eps)
+    return unchecked_rms_norm(hidden_states, weight, eps)
 
 
-def norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def unchecked_rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Compute :func:`rms_norm` of arguments that fit, as those of a module do: nothing is checked."""
-    if not is_norm_fused(hidden_states, weight):
+    if not is_rms_norm_fused(hidden_states, weight):
         if weight is not None and weight.dtype in _FUSED_DTYPES:
             weight = weight.float()  # exact, and legal beside every dtype
-        if not is_norm_fused(hidden_states, weight):
-            return _rms_norm_in_torch(hidden_states, weight, eps)
+        if not is_rms_norm_fused(hidden_states, weight):
+            return _rms_norm_reference(hidden_states, weight, eps)
     if weight is None:
         weight = hidden_states.new_ones(hidden_states.shape[-1])
     if not _WEIGHT_IN_FLOAT32 and weight.dtype is not hidden_states.dtype:
-        return norm(hidden_states.float(), weight, eps).to(hidden_states.dtype)
+        return unchecked_rms_norm(hidden_states.float(), weight, eps).to(hidden_states.dtype)
     # the device gives a contiguous gradient, the meta kernel one that lies as hidden_states: graphs trust the latter
     if not hidden_states.is_contiguous() and torch.compiler.is_compiling() and needs_grad(hidden_states, weight):
         hidden_states = hidden_states.contiguous()
@@ -78,10 +78,10 @@ def zero_centered_rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) ->
         TypeError: ``hidden_states`` or ``weight`` is not floating point.
     """
     _check(hidden_states, weight)
-    return zero_centered_norm(hidden_states, weight, eps)
+    return unchecked_zero_centered_rms_norm(hidden_states, weight, eps)
 
 
-def zero_centered_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+def unchecked_zero_centered_rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute :func:`zero_centered_rms_norm` of arguments that fit: nothing is checked.
 
     ``npu_gemma_rms_norm`` adds in float32 and rounds once, in every dtype: CANN's ops-nn, norm/rms_norm/op_kernel,
@@ -90,13 +90,13 @@ def zero_centered_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Ten
     if (
         weight.dtype is hidden_states.dtype
         and not needs_grad(hidden_states, weight)
-        and is_norm_fused(hidden_states, weight)
+        and is_rms_norm_fused(hidden_states, weight)
         and hidden_states.is_contiguous()
         and weight.is_contiguous()
         and not is_distributed(hidden_states, weight)
     ):
         return torch.ops.npu.npu_gemma_rms_norm(hidden_states, weight, eps)[0]
-    return norm(hidden_states, 1.0 + weight.float(), eps)
+    return unchecked_rms_norm(hidden_states, 1.0 + weight.float(), eps)
 
 
 def add_rms_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -124,14 +124,14 @@ def add_rms_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: f
             f"add_rms_norm: residual {list(residual.shape)} must have the shape of hidden_states "
             f"{list(hidden_states.shape)}"
         )
-    if is_fused_with_add(hidden_states, residual, weight) and not needs_grad(hidden_states, residual, weight):
+    if is_add_rms_norm_fused(hidden_states, residual, weight) and not needs_grad(hidden_states, residual, weight):
         normed, _, total = torch.ops.npu.npu_add_rms_norm(hidden_states, residual, weight, eps)
         return normed, total
     total = hidden_states + residual
-    return norm(total, weight, eps), total
+    return unchecked_rms_norm(total, weight, eps), total
 
 
-def is_norm_fused(hidden_states: Tensor, weight: Tensor | None) -> bool:
+def is_rms_norm_fused(hidden_states: Tensor, weight: Tensor | None) -> bool:
     """Tell whether ``npu_rms_norm`` takes them (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu.
 
     Nothing empty: CANN's ops-nn, norm/rms_norm/op_host, rms_norm_tiling.cpp, "Input x shape can not be 0".
@@ -148,25 +148,25 @@ def is_norm_fused(hidden_states: Tensor, weight: Tensor | None) -> bool:
     )
 
 
-def is_fused_with_add(hidden_states: Tensor, residual: Tensor, weight: Tensor) -> bool:
+def is_add_rms_norm_fused(hidden_states: Tensor, residual: Tensor, weight: Tensor) -> bool:
     """Tell whether ``npu_add_rms_norm`` takes them: it wants one dtype."""
-    return hidden_states.dtype == residual.dtype == weight.dtype and is_norm_fused(hidden_states, weight)
+    return hidden_states.dtype == residual.dtype == weight.dtype and is_rms_norm_fused(hidden_states, weight)
 
 
-def _rms_norm_in_torch(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def _rms_norm_reference(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Compute the same formula in torch, for what the operator does not take."""
     x = hidden_states.float()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return (x if weight is None else x * weight.float()).to(hidden_states.dtype)
 
 
-def register_derivative_of_rms_norm() -> None:
+def register_second_derivative() -> None:
     """Let the gradient of ``npu_rms_norm`` be differentiated, where torch_npu is there."""
     if hasattr(torch.ops.npu, "npu_rms_norm_backward"):
-        let_differentiate(torch.ops.npu.npu_rms_norm_backward.default, 0, _gradient_in_torch)
+        let_differentiate(torch.ops.npu.npu_rms_norm_backward.default, 0, _gradient_reference)
 
 
-def _gradient_in_torch(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, ...]:
+def _gradient_reference(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, ...]:
     """Compute what ``npu_rms_norm_backward`` does, from the reciprocal root ``rstd`` that the forward found."""
     dims = tuple(range(-weight.dim(), 0))
 

@@ -152,7 +152,7 @@ FAULTS = (
     _more("SwiGLU", "clipped.py", "the clipped SwiGLU", "torch.ops.npu.npu_clipped_swiglu("),
     _more("SwiGLU", "clipped.py", "its gradient", "torch.ops.npu.npu_swiglu_backward("),
     _more("RoPE", "rotation.py", "a rotation", "torch.ops.npu.npu_rotary_mul(x"),
-    _more("RoPE", "pairs.py", "the rotation of keys", "torch.ops.npu.npu_rotary_mul(k"),
+    _more("RoPE", "rotate_qk.py", "the rotation of keys", "torch.ops.npu.npu_rotary_mul(k"),
     _more("RoPE", "rotation.py", "the gradient of a rotation", "torch.ops.npu.npu_rotary_mul_backward("),
     _more("FusedMoE", "grouped_products.py", "a grouped product", "y", "return {}\n\n\ndef multiply_by_list"),
     _more("FusedMoE", "grouped_products.py", "the gradient of a weight", "sum_over_rows(x, grad, counts)"),

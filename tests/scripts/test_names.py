@@ -16,7 +16,6 @@ PLACES = ("integration/**/*.py", "*/torch-ext/**/*.py", "common/**/*.py", "softn
 # how many definitions are called of_… or …_of, by the first folder; a number here only ever gets smaller
 LEFT = {
     "FusedMoE": 5,
-    "RoPE": 5,
     "SwiGLU": 10,
 }
 # word -> the folders and files where names may have it

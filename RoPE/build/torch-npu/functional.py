@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .pairs import rotate_both
+from .rotate_qk import rotate_qk
 from .rotation import check, rotate
 
 
@@ -54,7 +54,7 @@ def apply_rotary_pos_emb(
         ValueError: the shapes do not fit, or the tensors are on different devices.
         TypeError: a tensor is not floating point.
     """
-    return rotate_both(q, k, cos, sin, unsqueeze_dim)
+    return rotate_qk(q, k, cos, sin, unsqueeze_dim)
 
 
 def apply_multimodal_rotary_pos_emb(

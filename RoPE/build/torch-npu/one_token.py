@@ -24,15 +24,15 @@ from ._common.derivatives import needs_grad
 from ._common.distributed import is_distributed
 from .limits import DTYPES
 
-_WIDEST_TOGETHER, _BYTES_TOGETHER = 128, 64
+_MAX_HEAD_SIZE, _HEAD_BYTES_MULTIPLE = 128, 64
 # float32 values that a token fills, in head sizes: for each head, and besides; from CANN 9.0 on any number fits
-_EACH_HEAD, _BESIDES = (9, 0) if CANN < (8, 5) else (7, 10) if CANN < (9, 0) else (0, 0)
+_FLOATS_PER_HEAD, _FLOATS_PER_TOKEN = (9, 0) if CANN < (8, 5) else (7, 10) if CANN < (9, 0) else (0, 0)
 _LOCAL_MEMORY = 192 * 1024  # bytes of a vector core, Atlas A2 and A3
 
 
 @dataclass(eq=False)
-class _Made:
-    """Holds what is known of a cos for one token."""
+class _CosSin:
+    """Holds a cos for one token with its sin, and the table that the operator looks them up in."""
 
     until: weakref.ref[Tensor]  # cos dies
     sin: Tensor
@@ -42,14 +42,16 @@ class _Made:
     table: tuple[Tensor, Tensor] | None = None
 
 
-_made: dict[int, _Made] = {}  # by the id of a cos, until it dies
+_noted: dict[int, _CosSin] = {}  # by the id of a cos, until it dies
 
 
-def note_made(cos: Tensor, sin: Tensor, times: int) -> None:
+def note_cos_sin(cos: Tensor, sin: Tensor, times: int) -> None:
     """Note how often cos and sin, ``[B, 1, D]`` or ``[B, 1, D/2]``, hold each angle, and whether a graph makes them."""
     if not torch.compiler.is_compiling():
         number = id(cos)
-        _made[number] = _Made(weakref.ref(cos, lambda _, made=_made: made.pop(number, None)), sin, capturing(), times)
+        _noted[number] = _CosSin(
+            weakref.ref(cos, lambda _, noted=_noted: noted.pop(number, None)), sin, capturing(), times
+        )
 
 
 def rotate_one_token(
@@ -64,24 +66,24 @@ def rotate_one_token(
         sin: likewise.
         unsqueeze_dim: where cos and sin would get the dimension of the heads.
     """
-    made = _made.get(id(cos))
-    if made is None or made.sin is not sin or made.in_graph is not capturing() or cos.is_inference():
+    noted = _noted.get(id(cos))
+    if noted is None or noted.sin is not sin or noted.in_graph is not capturing() or cos.is_inference():
         return None
     if needs_grad(q, k, cos, sin):
         return None
-    likes = type(q), q.shape, k.shape, q.stride(), k.stride(), q.dtype, k.dtype, q.device
-    key = (*likes, unsqueeze_dim, cos._version, sin._version)
-    if made.key != key:
-        made.key, made.table = key, _table(q, k, cos, sin, unsqueeze_dim, made.times)
-    if made.table is None:
+    layouts = type(q), q.shape, k.shape, q.stride(), k.stride(), q.dtype, k.dtype, q.device
+    key = (*layouts, unsqueeze_dim, cos._version, sin._version)
+    if noted.key != key:
+        noted.key, noted.table = key, _half_tables(q, k, cos, sin, unsqueeze_dim, noted.times)
+    if noted.table is None:
         return None
-    positions, table = made.table
+    positions, table = noted.table
     batch = q.shape[0]
     rotated = torch.ops.npu.npu_mrope(positions, q.view(batch, -1), k.view(batch, -1), table, q.shape[-1])
     return rotated[0].view(q.shape), rotated[1].view(k.shape)
 
 
-def _table(
+def _half_tables(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, times: int
 ) -> tuple[Tensor, Tensor] | None:
     """Return which row of a table each sequence has, ``[B]``, and the table, ``[B or 1, D]``: halves of cos and sin."""
@@ -104,8 +106,8 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, ti
         and dtype is k.dtype is cos.dtype is sin.dtype
         and device == k.device == cos.device == sin.device
         and q.dim() == k.dim() == 4
-        and size == k.shape[-1] <= _WIDEST_TOGETHER
-        and size * q.element_size() % _BYTES_TOGETHER == 0
+        and size == k.shape[-1] <= _MAX_HEAD_SIZE
+        and size * q.element_size() % _HEAD_BYTES_MULTIPLE == 0
         and cos.shape == sin.shape in {(1, 1, width), (q.shape[0], 1, width)}
         and q.shape[0] == k.shape[0]
         and q.shape[3 - unsqueeze_dim] == k.shape[3 - unsqueeze_dim] == 1
@@ -122,7 +124,7 @@ def _fits_heads(heads: int, size: int) -> bool:
     CANN's ops-transformer, posembedding/rope_with_sin_cos_cache/op_host/rope_with_sin_cos_cache_tiling.cpp,
     ``maxNPerLoopForUb``: of 8.5.0 lines 166 to 174, of 9.0.0 line 257, and before 8.5 as in November 2025.
     """
-    return 4 * size * (_EACH_HEAD * heads + _BESIDES) <= _LOCAL_MEMORY
+    return 4 * size * (_FLOATS_PER_HEAD * heads + _FLOATS_PER_TOKEN) <= _LOCAL_MEMORY
 
 
 def _are_rows(x: Tensor, unsqueeze_dim: int) -> bool:

@@ -21,7 +21,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, float
         rotated = _launch(*_four_dimensions(x.to(dtype), cos.to(dtype), sin.to(dtype)), interleaved)
         if rotated is not None:
             return rotated.squeeze(0) if x.dim() == 3 else rotated
-    return _rotate_in_torch(x.float() if float32 else x, cos, sin, interleaved)
+    return _rotate_reference(x.float() if float32 else x, cos, sin, interleaved)
 
 
 def rotate_part(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -44,7 +44,7 @@ def rotate_complex(tensors: tuple[Tensor, Tensor], factors: Tensor) -> tuple[Ten
     """Multiply pairs of neighbours, as complex numbers, with complex factors in float32; dtypes are kept."""
     x, y = tensors
     if x.device.type != "npu" or factors.dtype != torch.complex64 or factors.requires_grad or is_distributed(x):
-        return _times(x, factors), _times(y, factors)
+        return _multiply_complex(x, factors), _multiply_complex(y, factors)
     parts = torch.view_as_real(factors)
     cos, sin = each_twice(parts[..., 0]), each_twice(parts[..., 1])
     return rotate(x, cos, sin, True, True).to(x.dtype), rotate(y, cos, sin, True, True).to(y.dtype)
@@ -54,8 +54,8 @@ def rotate_back(grad: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
     """Compute the gradient of what was rotated: in one launch, or in torch where it is to be differentiated itself."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return torch.ops.npu.npu_rotary_mul_backward(grad, grad, cos, sin, mode)[0]
-    turned = _turned(grad.float() * sin, mode == "interleave")
-    return (grad.float() * cos - turned).to(grad.dtype)
+    rotated = _quarter_turn(grad.float() * sin, mode == "interleave")
+    return (grad.float() * cos - rotated).to(grad.dtype)
 
 
 def each_twice(table: Tensor) -> Tensor:
@@ -107,20 +107,20 @@ def check_complex(factors: Tensor, name: str, **rotated: Tensor) -> None:
             )
 
 
-def _times(x: Tensor, factors: Tensor) -> Tensor:
+def _multiply_complex(x: Tensor, factors: Tensor) -> Tensor:
     """Multiply with complex numbers in torch."""
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * factors).flatten(3).type_as(x)
 
 
-def _rotate_in_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Compute the same formula in torch, for what the operator does not take."""
     if any(a != b and 1 not in (a, b) for a, b in zip(reversed(x.shape), reversed(cos.shape))):
         raise ValueError(f"cos and sin must broadcast to what is rotated, got {list(cos.shape)} and {list(x.shape)}")
-    return x * cos + _turned(x, interleaved) * sin
+    return x * cos + _quarter_turn(x, interleaved) * sin
 
 
-def _turned(x: Tensor, interleaved: bool) -> Tensor:
+def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
     """Turn pairs ``[x1, x2]`` by a right angle, into ``[-x2, x1]``."""
     if interleaved:
         return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
@@ -150,24 +150,24 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | 
     for swap in (heads_last, not heads_last):
         a, b, c = (t.transpose(1, 2) for t in (x, cos, sin)) if swap else (x, cos, sin)
         if fits(a.shape, b.shape, a.element_size()) and (not trains_halves or fits_half_gradient(a.shape, b.shape)):
-            y = _fused(a, b, c, mode)
+            y = _launch_differentiable(a, b, c, mode)
         elif fits_tokens(a.shape, b.shape):
-            of_cos, of_sin = (t.expand(*a.shape[:2], 1, a.shape[3]).flatten(0, 1)[None] for t in (b, c))
-            y = _fused(a.flatten(0, 1)[None], of_cos, of_sin, mode).view(a.shape)
+            token_cos, token_sin = (t.expand(*a.shape[:2], 1, a.shape[3]).flatten(0, 1)[None] for t in (b, c))
+            y = _launch_differentiable(a.flatten(0, 1)[None], token_cos, token_sin, mode).view(a.shape)
         else:
             continue
         return y.transpose(1, 2) if swap else y
     return None
 
 
-def _fused(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
+def _launch_differentiable(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
     """Launch the operator, as a node of autograd where a gradient is needed."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Rotation.apply(x, cos, sin, mode)
+        return _Rotate.apply(x, cos, sin, mode)
     return torch.ops.npu.npu_rotary_mul(x, cos, sin, mode)
 
 
-class _Rotation(torch.autograd.Function):
+class _Rotate(torch.autograd.Function):
     """Rotates without keeping x, which torch_npu's own node does for the gradients of cos and sin."""
 
     @staticmethod
@@ -190,7 +190,7 @@ def _is_fused(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> bool:
     Where cos or sin need a gradient, torch computes: for those the operator has limits of its own. So it does for
     torch.func and forward-mode derivatives.
     """
-    needs_grad_of_cos = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    needs_table_grad = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
     return (
         x.device.type == "npu"
         and dtype in DTYPES
@@ -198,7 +198,7 @@ def _is_fused(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> bool:
         and cos.dim() <= x.dim()
         and x.numel() > 0
         and x.shape[-1] < HEAD_SIZE
-        and not needs_grad_of_cos
+        and not needs_table_grad
         and not is_distributed(x, cos)
         and not is_transformed()
     )

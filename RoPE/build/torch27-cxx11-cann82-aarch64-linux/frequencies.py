@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 
-def frequencies_of(module: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Tensor:
+def inv_freq_for(module: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Tensor:
     """Return the frequencies for positions, ``[F]``, in float32 on the device of x.
 
     Those of the rope types dynamic and longrope follow the length: transformers' decorator of the forward that a layer
@@ -18,12 +18,12 @@ def frequencies_of(module: nn.Module, x: Tensor, position_ids: Tensor, layer_typ
     if isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope"):
         kind = "longrope" if rope_type == "longrope" else "dynamic"
         options = {} if layer_type is None else {"layer_type": layer_type}
-        _update_of(type(module), kind)(module, position_ids, device=x.device, **options)
+        _frequency_update(type(module), kind)(module, position_ids, device=x.device, **options)
     return getattr(module, f"{_prefix(layer_type)}inv_freq").to(device=x.device, dtype=torch.float)
 
 
-def scale_of(module: nn.Module, layer_type: str | None = None) -> float:
-    """Return what cos and sin are multiplied with now."""
+def attention_scaling(module: nn.Module, layer_type: str | None = None) -> float:
+    """Return the factor of cos and sin, which may follow the length."""
     return getattr(module, f"{_prefix(layer_type)}attention_scaling")
 
 
@@ -31,7 +31,7 @@ def _prefix(layer_type: str | None) -> str:
     return "" if layer_type is None else f"{layer_type}_"
 
 
-def _update_of(cls: type[nn.Module], kind: str):
+def _frequency_update(cls: type[nn.Module], kind: str):
     """Return the function inside of the decorator of a class's forward that changes its frequencies."""
     name, decorated = f"{kind}_frequency_update", cls.forward
     while name not in decorated.__code__.co_freevars:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .layer import Layer, Pair
-from .pairs import rotate_both
+from .rotate_qk import rotate_qk
 from .rotation import check, check_complex, each_twice, first_half, rotate, rotate_complex, rotate_part
 
 
@@ -14,7 +14,7 @@ class RotaryPosEmbInterleaved(Layer):
     """Rotates by cos and sin that hold each angle twice in a row, as BLT does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
-        return rotate_both(q, k, cos, sin, unsqueeze_dim, interleaved=True)
+        return rotate_qk(q, k, cos, sin, unsqueeze_dim, interleaved=True)
 
 
 class RotaryPosEmbInterleavedFloat32(Layer):

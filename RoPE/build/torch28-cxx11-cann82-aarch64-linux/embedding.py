@@ -18,79 +18,79 @@ from torch import Tensor, nn
 
 from ._common.checkpoints import unseen_by_checkpoints
 from ._common.functorch import is_transformed
-from .frequencies import frequencies_of, scale_of
+from .frequencies import attention_scaling, inv_freq_for
 from .layer import Layer, Pair
-from .one_token import note_made
+from .one_token import note_cos_sin
 
 
 class RotaryEmbedding(Layer):
     """Makes cos and sin of ``[θ0, θ1, ..., θ0, θ1, ...]``, as Llama does, in the dtype of x."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
-        return _made(self, x, position_ids, x.dtype)
+        return _cos_sin(self, x, position_ids, x.dtype)
 
 
 class RotaryEmbeddingFloat32(Layer):
     """Makes cos and sin of ``[θ0, θ1, ..., θ0, θ1, ...]`` in float32 whatever x is, as Olmo does."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
-        return _made(self, x, position_ids, torch.float32)
+        return _cos_sin(self, x, position_ids, torch.float32)
 
 
 class RotaryEmbeddingByType(Layer):
     """Makes what :class:`RotaryEmbedding` does of the frequencies of a type of layer, as Gemma 3 does."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> Pair:
-        return _made(self, x, position_ids, x.dtype, layer_type=layer_type)
+        return _cos_sin(self, x, position_ids, x.dtype, layer_type=layer_type)
 
 
 class RotaryEmbeddingByTypeFloat32(Layer):
     """Makes what :class:`RotaryEmbeddingByType` does in float32 whatever x is, as Olmo 3 does."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> Pair:
-        return _made(self, x, position_ids, torch.float32, layer_type=layer_type)
+        return _cos_sin(self, x, position_ids, torch.float32, layer_type=layer_type)
 
 
 class RotaryEmbeddingOfAnyType(Layer):
     """Makes what :class:`RotaryEmbedding` does, and takes a type of layer that it does not use, as ESM does."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Pair:
-        return _made(self, x, position_ids, x.dtype)
+        return _cos_sin(self, x, position_ids, x.dtype)
 
 
 class RotaryEmbeddingLearned(Layer):
     """Makes what :class:`RotaryEmbedding` does of frequencies times ``exp(alpha)``, as Mistral Large 4 does."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
-        return _made(self, x, position_ids, x.dtype, _twice_learned)
+        return _cos_sin(self, x, position_ids, x.dtype, _twice_learned)
 
 
 class RotaryEmbeddingTrained(Layer):
     """Makes what :class:`RotaryEmbeddingLearned` does, with alpha's gradient, as transformers has it from 5.24 on."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
-        return _made(self, x, position_ids, x.dtype, _twice_learned, trains=True)
+        return _cos_sin(self, x, position_ids, x.dtype, _twice_learned, trains=True)
 
 
 class RotaryEmbeddingInterleaved(Layer):
     """Makes cos and sin of ``[θ0, θ0, θ1, θ1, ...]``, as Cohere does, in the dtype of x."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
-        return _made(self, x, position_ids, x.dtype, _each_twice)
+        return _cos_sin(self, x, position_ids, x.dtype, _each_twice)
 
 
 class RotaryEmbeddingHalfWidth(Layer):
     """Makes cos and sin of each angle once, ``[B, S, F]``, as gpt-oss does, in the dtype of x."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
-        return _made(self, x, position_ids, x.dtype, _once)
+        return _cos_sin(self, x, position_ids, x.dtype, _once)
 
 
 class RotaryEmbeddingHalfWidthByType(Layer):
     """Makes what :class:`RotaryEmbeddingHalfWidth` does of a type of layer's frequencies, as DeepSeek-V4 does."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Pair:
-        return _made(self, x, position_ids, x.dtype, _once, layer_type)
+        return _cos_sin(self, x, position_ids, x.dtype, _once, layer_type)
 
 
 def _twice(module: nn.Module, frequencies: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def _once(module: nn.Module, frequencies: Tensor) -> Tensor:
     return frequencies[None]
 
 
-def _made(
+def _cos_sin(
     module: nn.Module,
     x: Tensor,
     position_ids: Tensor,
@@ -120,16 +120,16 @@ def _made(
 ) -> Pair:
     """Compute cos and sin, ``[..., M * N]``, of positions ``[...]`` times frequencies that are spread to ``[M, N]``."""
     with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
-        frequencies = spread(module, frequencies_of(module, x, position_ids, layer_type))
+        frequencies = spread(module, inv_freq_for(module, x, position_ids, layer_type))
         angles = position_ids[..., None, None].float() * frequencies
-        cos, sin = tables(angles, scale_of(module, layer_type), dtype)
+        cos, sin = cos_sin_tables(angles, attention_scaling(module, layer_type), dtype)
         cos, sin = cos.flatten(-2), sin.flatten(-2)
         if spread is not _each_twice and position_ids.shape[-1] == 1:
-            note_made(cos, sin, times=1 if spread is _once else 2)
+            note_cos_sin(cos, sin, times=1 if spread is _once else 2)
         return cos, sin
 
 
-def tables(angles: Tensor, scale: float, dtype: torch.dtype) -> Pair:
+def cos_sin_tables(angles: Tensor, scale: float, dtype: torch.dtype) -> Pair:
     """Compute cos and sin of angles, times a scale."""
     if is_transformed() or angles.requires_grad:  # torch.func and autograd write to no tensor that they are given
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)

@@ -3,15 +3,6 @@
 Each takes the arguments of the function that it replaces, by the same names, and gives its dtypes.
 """
 
-from .composed import (
-    RotaryEmbeddingComposed,
-    RotaryEmbeddingComposedBySections,
-    RotaryEmbeddingComposedByType,
-    RotaryEmbeddingComposedFloat32,
-    RotaryEmbeddingOfPatches,
-    RotaryEmbeddingOfPatchesFloat32,
-    RotaryEmbeddingOfRowsByType,
-)
 from .embedding import (
     RotaryEmbedding,
     RotaryEmbeddingByType,
@@ -23,23 +14,6 @@ from .embedding import (
     RotaryEmbeddingLearned,
     RotaryEmbeddingOfAnyType,
     RotaryEmbeddingTrained,
-)
-from .halves import (
-    MultimodalRotaryPosEmb,
-    RotaryPosEmb,
-    RotaryPosEmbCastBack,
-    RotaryPosEmbFloat32,
-    RotaryPosEmbHalfWidth,
-    RotaryPosEmbLastQueries,
-    RotaryPosEmbPartial,
-    RotaryPosEmbPartialOptionalKey,
-    RotaryPosEmbPartialPositions,
-    RotaryPosEmbPatches,
-    RotaryPosEmbReversed,
-    RotaryPosEmbSingle,
-    RotaryPosEmbTablesInFloat32,
-    VisionRotaryPosEmb,
-    VisionRotaryPosEmbPartial,
 )
 from .interleaved import (
     RotaryEmbComplex,
@@ -58,6 +32,32 @@ from .interleaved import (
     RotaryPosEmbPairwise,
     VisionRotaryEmbComplex,
     VisionRotaryPosEmbPairwise,
+)
+from .mrope_embedding import (
+    RotaryEmbeddingComposed,
+    RotaryEmbeddingComposedBySections,
+    RotaryEmbeddingComposedByType,
+    RotaryEmbeddingComposedFloat32,
+    RotaryEmbeddingOfPatches,
+    RotaryEmbeddingOfPatchesFloat32,
+    RotaryEmbeddingOfRowsByType,
+)
+from .rotate_half import (
+    MultimodalRotaryPosEmb,
+    RotaryPosEmb,
+    RotaryPosEmbCastBack,
+    RotaryPosEmbFloat32,
+    RotaryPosEmbHalfWidth,
+    RotaryPosEmbLastQueries,
+    RotaryPosEmbPartial,
+    RotaryPosEmbPartialOptionalKey,
+    RotaryPosEmbPartialPositions,
+    RotaryPosEmbPatches,
+    RotaryPosEmbReversed,
+    RotaryPosEmbSingle,
+    RotaryPosEmbTablesInFloat32,
+    VisionRotaryPosEmb,
+    VisionRotaryPosEmbPartial,
 )
 
 __all__ = [

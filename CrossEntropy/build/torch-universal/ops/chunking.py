@@ -11,7 +11,7 @@ from collections.abc import Iterator
 _CHUNK_LOGITS = 2**27  # of a chunk of the vocabulary, 512 MiB in float32
 _MIN_CHUNKS, _MAX_CHUNKS = 2, 8
 LOGITS_BUDGET = 9 * 2**28  # bytes: all logits of 4,096 tokens and 294,912 words in 16 bits
-_ALIGNMENT = 128  # words: rows of 256 bytes in float16 and bfloat16
+_WORD_ALIGNMENT = 128  # words: rows of 256 bytes in float16 and bfloat16
 
 
 def vocab_chunk_count(tokens: int, words: int) -> int:
@@ -39,7 +39,7 @@ def row_slices(rows: int, chunks: int) -> Iterator[slice]:
 def vocab_slices(words: int, chunks: int) -> Iterator[slice]:
     """Cut the vocabulary into chunks of one width; the last one has the rest."""
     width = max(-(-words // chunks), 1)
-    if width >= _ALIGNMENT:
-        width = -(-width // _ALIGNMENT) * _ALIGNMENT
+    if width >= _WORD_ALIGNMENT:
+        width = -(-width // _WORD_ALIGNMENT) * _WORD_ALIGNMENT
     for start in range(0, words, width):
         yield slice(start, min(start + width, words))

@@ -78,7 +78,9 @@ def test_the_tree_holds_few_entries_and_every_variant_has_its_layers() -> None:
     assert len(listed.splitlines()) <= 260
     for repository in REPOSITORIES:
         for name in TREE:
-            assert ((repository / "build" / name / "layers.py").is_file()) == (repository.name != "CrossEntropy")
+            assert {path.name for path in (repository / "build" / name).iterdir()} >= {"__init__.py", "metadata.json"}
+            layers = repository.name in LAYERS.values()
+            assert (repository / "build" / name / "layers.py").is_file() == layers
 
 
 def test_a_file_in_a_folder_of_a_package_gets_the_common_files_that_it_imports(tmp_path: Path) -> None:

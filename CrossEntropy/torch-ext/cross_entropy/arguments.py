@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ._common.autocast import autocast_dtype
-from ._common.derivatives import needs_grad
-from ._common.functorch import is_transformed
+from ._common.derivatives import is_transformed, needs_grad
 from .ops import chunking
 from .ops.objective import Objective
 

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ._common.adjacent_storage import are_neighbours
 from ._common.checkpoints import unseen_by_checkpoints
-from ._common.derivatives import needs_grad
+from ._common.derivatives import is_transformed, needs_grad
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 from .adapters import Adapter, adapter_input, lora_reference
 from .lora import LoraLinear, lora_forward
 from .multi_lora import MultiLoraLinear, multi_lora_forward

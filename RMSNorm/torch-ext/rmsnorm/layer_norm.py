@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._common.arguments import check_tensors
-from ._common.derivatives import needs_grad
+from ._common.derivatives import is_transformed, needs_grad
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

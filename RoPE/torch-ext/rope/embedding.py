@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ._common.checkpoints import unseen_by_checkpoints
-from ._common.functorch import is_transformed
+from ._common.derivatives import is_transformed
 from .frequencies import attention_scaling, inv_freq_for
 from .layer import Layer, Pair
 from .one_token import note_cos_sin

@@ -1,8 +1,0 @@
-"""Linear layers for Huawei Ascend NPUs: frozen ones with low-rank adapters, and those of patches of pictures."""
-
-from . import layers
-from .adapters import Adapter
-from .functional import lora_linear, lora_linears, lora_pair
-from .patch_convolution import patch_embedding
-
-__all__ = ["Adapter", "layers", "lora_linear", "lora_linears", "lora_pair", "patch_embedding"]

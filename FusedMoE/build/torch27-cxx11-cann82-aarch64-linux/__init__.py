@@ -1,13 +1,13 @@
 """Mixtures of experts for Huawei Ascend NPUs: experts of transformers in grouped products, with gradients."""
 
 from . import blocks, gates, layers
-from .experts_interface import experts_forward
+from .activation.expert_activation import SWIGLU, Gate
+from .experts.experts_interface import experts_forward
 from .functional import fused_experts, grouped_matmul
-from .gates import SWIGLU, Gate
-from .gating import gating_top_k
-from .grouped_products import GmmFunction
-from .listed_products import HybridGmmFunction
-from .router import softmax_top_k
+from .ops.gmm import GmmFunction
+from .ops.hybrid_gmm import HybridGmmFunction
+from .routers.grouped_topk import gating_top_k
+from .routers.softmax_topk import softmax_top_k
 
 __all__ = [
     "SWIGLU",

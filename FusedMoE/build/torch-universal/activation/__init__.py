@@ -1,0 +1,1 @@
+"""What an expert computes between its two products."""

@@ -20,7 +20,6 @@ LEFT = {
     "Linear": 8,
     "RMSNorm": 10,
     "RoPE": 5,
-    "SwiGLU": 10,
     "common": 1,
 }
 # word -> the folders and files where names may have it

@@ -12,8 +12,8 @@ from types import MethodType
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ._common.activation_values import has_values
 from ._common.module_hooks import has_hooks
 from .operators import EXACT_GEGLU, GEGLU, SWIGLU, GatedUnit
 
@@ -43,7 +43,7 @@ def activation_to_call(mlp: nn.Module, unit: GatedUnit) -> Callable[[Tensor], Te
     elif key is nn.GELU:
         key = members["approximate"]
     if key not in recognised and not torch.compiler.is_compiling():  # in a graph one that is not known yet is called
-        recognised[key] = forward if _has_values_as(unit, activation) else None
+        recognised[key] = forward if has_values(activation, unit.activation) else None
     is_computed = key in recognised and recognised[key] is forward and not has_hooks(activation)
     return None if is_computed else activation
 
@@ -63,17 +63,3 @@ def meet(mlp: nn.Module) -> None:
     """Look at the values of an MLP's activation, so that a graph may be captured from its first call on."""
     for unit in (SWIGLU, GEGLU, EXACT_GEGLU):
         activation_to_call(mlp, unit)
-
-
-def _has_values_as(unit: GatedUnit, activation: nn.Module) -> bool:
-    """Compare an activation with that of a unit, on the host. One with parameters of its own is another function."""
-    if any(True for _ in (*activation.parameters(), *activation.buffers())):
-        return False
-    with _disable_current_modes(), torch.no_grad():  # with fake tensors there would be no values
-        grid = torch.linspace(-9, 9, 181, device="cpu")
-        try:
-            values = activation.forward(grid.clone())  # not its hooks
-        except Exception:  # it wants something else than one tensor on the CPU
-            return False
-        # float32 leaves 1e-6 between two ways to compute tanh; GELU and its form with tanh are 4e-4 apart
-        return isinstance(values, Tensor) and torch.allclose(values, unit.activation(grid), rtol=0, atol=1e-5)

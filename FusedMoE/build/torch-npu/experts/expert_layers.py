@@ -12,7 +12,7 @@ from .._common.functorch import is_transformed
 from ..activation.expert_activation import SWIGLU, Activation
 from ..functional import fused_experts
 from ..layer import Layer
-from ..module_guards import is_replaced, is_watched
+from ..module_guards import is_intercepted, is_replaced
 from ..ops import gmm, permutation
 from ..ops.gmm import GmmFunction
 from .expert_lists import is_silu
@@ -43,7 +43,7 @@ class FlatExperts(Layer):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         parameters = self.mlp.w1, self.mlp.v1, self.mlp.w2
-        is_called = is_watched(self.mlp) or is_replaced(self.mlp)
+        is_called = is_intercepted(self.mlp) or is_replaced(self.mlp)
         if is_called or _is_out_of_reach(hidden_states, *parameters) or not permutation.fits(top_k_index):
             return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
         x = hidden_states.reshape(-1, self.hidden_size)
@@ -69,7 +69,7 @@ class ScaledTokensMoEBlock(Layer):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         experts = self.experts
-        is_called = is_watched(experts) or is_replaced(experts)
+        is_called = is_intercepted(experts) or is_replaced(experts)
         if is_called or _is_out_of_reach(hidden_states, experts.gate_up_proj, experts.down_proj):
             return type(self).forward(self, hidden_states)
         x = hidden_states.reshape(-1, self.hidden_dim)
@@ -93,7 +93,7 @@ class ScaledTokensMoEBlock(Layer):
 
 def _gate_of(activation: Callable[[Tensor], Tensor]) -> Activation:
     """Return the gate with an activation: SwiGLU, or a function of gate and up, which lie side by side."""
-    watched = isinstance(activation, nn.Module) and is_watched(activation)
+    watched = isinstance(activation, nn.Module) and is_intercepted(activation)
     if not watched and is_silu(activation):
         return SWIGLU
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from .._common.autocast import autocast_dtype, without_autocast
 from ..layer import Layer
-from ..module_guards import is_replaced, is_watched
+from ..module_guards import is_intercepted, is_replaced
 from .grouped_topk import gating_top_k
 from .router_product import float32_logits
 from .softmax_topk import softmax_top_k
@@ -127,7 +127,7 @@ class SigmoidTopKRouterMultiplied(Layer):
     """Chooses experts by sigmoid and bias, of logits times ``output_multiplier``, as Muse Spark does."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
-        other = type(self.scoring_function) is not nn.Sigmoid or is_watched(self.scoring_function)
+        other = type(self.scoring_function) is not nn.Sigmoid or is_intercepted(self.scoring_function)
         if other or autocast_dtype(hidden_states) is not None:
             return type(self).forward(self, hidden_states)  # the original's: this is bound to an instance of it
         logits = float32_logits(hidden_states.view(-1, self.hidden_dim), self.weight) * self.output_multiplier
@@ -139,7 +139,7 @@ class SigmoidTopKRouterNormalised(Layer):
     """Chooses experts by sigmoid and bias, in float32, with weights that are always divided, as Inkling 2 does."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
-        other = type(self.score_fn) is not nn.Sigmoid or is_watched(self.score_fn)
+        other = type(self.score_fn) is not nn.Sigmoid or is_intercepted(self.score_fn)
         if other or autocast_dtype(hidden_states) is not None:
             return type(self).forward(self, hidden_states)  # the original's: this is bound to an instance of it
         logits = float32_logits(hidden_states.reshape(-1, self.hidden_dim), self.weight)
@@ -198,7 +198,7 @@ class CorrectedSoftmaxTopKRouter(Layer):
     """Chooses experts by softmax and bias, and divides by their sum or ``norm_min``, as Ernie 4.5 does."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
-        if is_watched(self.moe_statics) or is_replaced(self.moe_statics):
+        if is_intercepted(self.moe_statics) or is_replaced(self.moe_statics):
             return type(self).forward(self, hidden_states)  # the original's: this is bound to an instance of it
         bias = self.moe_statics.e_score_correction_bias.squeeze()
         with without_autocast(hidden_states):

@@ -12,12 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    _global_backward_hooks,
-    _global_backward_pre_hooks,
-    _global_forward_hooks,
-    _global_forward_pre_hooks,
-)
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._common.clipped import (
@@ -28,9 +22,9 @@ from .._common.clipped import (
     launch_clipped_swiglu,
 )
 from .._common.derivatives import by_formula, gradients
+from .._common.module_hooks import has_hooks
 from .geglu import geglu_gradient, launch_geglu
 
-_CALL = nn.Module._wrapped_call_impl
 _ALIGNMENT = 64  # bytes of a half that npu_swiglu_backward takes: CANN, aclnnSwiGluGrad
 _KNOWN = "_fused_moe_gate"  # where a module keeps what its gate was found to be
 _UP_OFFSETS = (0.0, 1.0)
@@ -58,13 +52,13 @@ class Gate(NamedTuple):
     gelu: bool = False
 
     @property
-    def is_plain(self) -> bool:
+    def is_swiglu(self) -> bool:
         """Tell whether it is SwiGLU."""
         return self == SWIGLU
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         """Compute ``[M, I]`` of ``[M, 2·I]`` in torch, differentiable."""
-        if self.is_plain:
+        if self.is_swiglu:
             gate, up = gate_up.chunk(2, -1)
             return nn.functional.silu(gate) * up
         if self.gelu:
@@ -75,7 +69,7 @@ class Gate(NamedTuple):
     def fits(self, gate_up_size: int, dtype: torch.dtype, trains: bool = True) -> bool:
         """Tell whether torch_npu has an operator for ``[M, gate_up_size]``, and for its gradient if it trains."""
         is_aligned = gate_up_size // 2 * dtype.itemsize % _ALIGNMENT == 0
-        if self.is_plain or self.gelu:
+        if self.is_swiglu or self.gelu:
             return is_aligned or not trains
         return has_clipped_swiglu() and (not trains or (is_aligned and has_clipped_gradient(self.alpha, self.limit)))
 
@@ -84,7 +78,7 @@ class Gate(NamedTuple):
 
         That is in float32 inside, and rounded once; but in float16 the operator rounds the GELU before it multiplies.
         """
-        if self.is_plain:
+        if self.is_swiglu:
             return torch.ops.npu.npu_swiglu(gate_up, -1)
         if self.gelu:
             return launch_geglu(gate_up)
@@ -92,7 +86,7 @@ class Gate(NamedTuple):
 
     def backward(self, grad: Tensor, gate_up: Tensor) -> Tensor:
         """Return the gradient of ``gate_up``, ``[M, 2·I]``, from that of the result, ``[M, I]``."""
-        if self.is_plain:
+        if self.is_swiglu:
             return torch.ops.npu.npu_swiglu_backward(grad, gate_up, -1)
         if self.gelu:
             return geglu_gradient(grad, gate_up)
@@ -124,7 +118,7 @@ Activation = Gate | Callable[[Tensor], Tensor]
 
 
 def recognised_activation(experts: nn.Module) -> Activation:
-    """Return what an experts module of transformers does between its products.
+    """Return what an experts module of transformers computes between its products.
 
     The first call for a module evaluates its gate on a few numbers on the host, and the module remembers what it was,
     as long as its class has the same gate, its activation is of the same class, and its numbers are the same. Whoever
@@ -141,40 +135,23 @@ def recognised_activation(experts: nn.Module) -> Activation:
     """
     if not experts.has_gate:
         return experts.act_fn
-    modules = experts._modules
-    kind = None
+    attributes, modules = experts.__dict__, experts._modules
+    if "_apply_gate" in attributes:  # somebody has given the module one of its own
+        return experts._apply_gate
+    kind: object = None
     if "act_fn" in modules:
         activation = modules["act_fn"]
-        cls = type(activation)
-        forward = cls.forward  # somebody may have replaced it
-        # a graph finds no qualified name of a function equal to itself, and no class may be saved with the module
-        code = forward.__code__ if type(forward) is FunctionType else None
-        where = repr(forward) if code is None else (code.co_filename, code.co_firstlineno)
-        kind = f"{cls.__qualname__}", where
-        members = activation.__dict__
-        if (  # what is_watched tells of hooks, without the call: every forward asks
-            cls.__call__ is not _CALL
-            or members["_forward_hooks"]
-            or members["_forward_pre_hooks"]
-            or members["_backward_hooks"]
-            or members["_backward_pre_hooks"]
-            or _global_forward_hooks
-            or _global_forward_pre_hooks
-            or _global_backward_hooks
-            or _global_backward_pre_hooks
-        ):
+        if has_hooks(activation):
             return experts._apply_gate
+        forward, members = type(activation).forward, activation.__dict__
+        kind = f"{type(activation).__qualname__}", _source(forward)  # somebody may have replaced the forward
         if "forward" in members:  # `kernels` binds that of the class
             own = members["forward"]
             if type(own) is not MethodType or own.__func__ is not forward:
                 kind = repr(own)
-    elif "act_fn" in experts.__dict__:  # somebody has made it a function
-        kind = repr(experts.__dict__["act_fn"])
-    attributes, gate = experts.__dict__, type(experts)._apply_gate
-    if "_apply_gate" in attributes:  # somebody has given the module one of its own
-        return experts._apply_gate
-    code = gate.__code__ if type(gate) is FunctionType else None
-    kind = kind, repr(gate) if code is None else (code.co_filename, code.co_firstlineno)
+    elif "act_fn" in attributes:  # somebody has made it a function
+        kind = repr(attributes["act_fn"])
+    kind = kind, _source(type(experts)._apply_gate)
     known = getattr(experts, _KNOWN, None)
     is_known = known is not None and known[2] == kind
     for name, number in known[0][0] if is_known else ():
@@ -186,6 +163,15 @@ def recognised_activation(experts: nn.Module) -> Activation:
         known = _read_by_gate(experts), tuple(_recognise(experts) or ()), kind
         setattr(experts, _KNOWN, known)
     return Gate(*known[1]) if known[1] else experts._apply_gate
+
+
+def _source(function: Callable) -> object:
+    """Return where a function is written, or how it shows itself.
+
+    A graph finds no qualified name of a function equal to itself, and no class may be saved with a module.
+    """
+    code = function.__code__ if type(function) is FunctionType else None
+    return repr(function) if code is None else (code.co_filename, code.co_firstlineno)
 
 
 def is_current(experts: nn.Module) -> bool:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 from torch.nn.modules import linear
-from torch.utils._python_dispatch import _disable_current_modes
 
+from .._common.activation_values import has_values
 from .._common.adjacent_storage import are_neighbours
 from .._common.distributed import is_distributed
 from .._common.functorch import is_transformed
 from ..activation.expert_activation import SWIGLU
-from ..module_guards import is_replaced, is_watched, remember_forward
+from ..module_guards import is_intercepted, is_replaced, remember_forward
 from ..ops import gmm, permutation
 from ..ops.hybrid_gmm import HybridGmmFunction
 from .listed_autograd import ListedExpertsFunction
@@ -132,7 +132,7 @@ def _collect(experts: nn.ModuleList) -> ListedExperts | str:
     names = next((names for names in THREE_PROJECTIONS if modules and names[0] in modules[0]._modules), None)
     if names is None:
         return f"the projections of the experts are none of {', '.join(name for n in THREE_PROJECTIONS for name in n)}"
-    if any(is_watched(expert) for expert in modules):
+    if any(is_intercepted(expert) for expert in modules):
         return "an expert has hooks or a wrapped forward, which one product would pass by"
     if is_replaced(experts):
         return "the forward of an expert was replaced"
@@ -148,7 +148,7 @@ def _collect(experts: nn.ModuleList) -> ListedExperts | str:
     activation = activations[0]
     if any(type(each) is not type(activation) for each in activations):
         return "the experts differ in their activation"
-    if any(is_watched(each) for each in set(activations) if isinstance(each, nn.Module)):
+    if any(is_intercepted(each) for each in set(activations) if isinstance(each, nn.Module)):
         return "an activation has hooks, which one launch would pass by"
     gate, up, down = parameters
     fits = gate[0].shape == up[0].shape == down[0].shape[::-1]
@@ -167,7 +167,7 @@ def _parameters(projections: list[nn.Module | None]) -> tuple[list[Tensor], list
         if type(projection) is not nn.Linear:
             kind = type(projection)
             return f"a projection is a {kind.__module__}.{kind.__name__}"
-        if is_watched(projection):
+        if is_intercepted(projection):
             return "a projection has hooks or a wrapped forward, which one product would pass by"
     weights = [projection._parameters["weight"] for projection in projections]
     biases = [projection._parameters["bias"] for projection in projections]
@@ -198,23 +198,9 @@ def _is_packed(gates: list[Tensor], ups: list[Tensor]) -> bool:
 
 
 def is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
-    """Tell by its values whether an activation is SiLU: many classes have one formula. They are looked at once."""
+    """Tell by its values, which are looked at once, whether an activation is SiLU."""
     if not isinstance(activation, nn.Module):
         return activation is F.silu
     if activation not in _silu:
-        _silu[activation] = _has_values_of_silu(activation)
+        _silu[activation] = has_values(activation, F.silu)
     return _silu[activation]
-
-
-def _has_values_of_silu(activation: nn.Module) -> bool:
-    """Compare an activation with SiLU on the host. One with parameters of its own is another function."""
-    if any(True for _ in (*activation.parameters(), *activation.buffers())):
-        return False
-    with _disable_current_modes(), torch.no_grad():  # with fake tensors there would be no values
-        grid = torch.linspace(-9, 9, 181, device="cpu")
-        try:
-            values = activation.forward(grid.clone())  # not its hooks
-        except Exception:  # it wants something else than one tensor on the CPU
-            return False
-        # float32 leaves some 1e-6 between two ways to compute it
-        return isinstance(values, Tensor) and torch.allclose(values, F.silu(grid), rtol=0, atol=1e-5)

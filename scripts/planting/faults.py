@@ -149,7 +149,7 @@ FAULTS = (
     _more("RoPE", "rotation.py", "a rotation", "torch.ops.npu.npu_rotary_mul(x"),
     _more("RoPE", "pairs.py", "the rotation of keys", "torch.ops.npu.npu_rotary_mul(k"),
     _more("RoPE", "rotation.py", "the gradient of a rotation", "torch.ops.npu.npu_rotary_mul_backward("),
-    _more("FusedMoE", "gmm.py", "a grouped product", "y", "return {}\n\n\ndef multiply_by_list"),
+    _more("FusedMoE", "gmm.py", "a grouped product", "y", "return {}\n\n\ndef has_long_groups"),
     _more("FusedMoE", "gmm.py", "the gradient of a weight", "sum_over_rows(x, grad, counts)"),
     _more("FusedMoE", "permutation.py", "the sum of experts", "torch.ops.npu.npu_moe_token_unpermute("),
     _more("FusedMoE", "permutation.py", "the gradient of tokens", "torch.ops.npu.npu_moe_token_permute_grad("),

@@ -16,7 +16,6 @@ PLACES = ("integration/**/*.py", "*/torch-ext/**/*.py", "common/**/*.py", "softn
 # how many definitions are called of_… or …_of, by the first folder; a number here only ever gets smaller
 LEFT = {
     "CrossEntropy": 9,
-    "FusedMoE": 5,
     "Linear": 8,
     "RMSNorm": 10,
     "RoPE": 5,

@@ -17,7 +17,7 @@ if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, Replicate
 
 
-def on_whole(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+def call_on_gathered(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
     """Gather DTensors, and call a function of whole tensors with them on every device of their mesh.
 
     Args:
@@ -35,11 +35,11 @@ def on_whole(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor
         kinds = [type(tensor).__name__ for tensor in given]
         raise TypeError(f"experts take tensors or DTensors, not both, got {kinds}: distribute all, or call to_local()")
     mesh = given[0].device_mesh
-    everywhere = [Replicate()] * mesh.ndim
-    whole = [None if t is None else _gathered(t, everywhere) for t in tensors]
-    return DTensor.from_local(function(*whole), mesh, everywhere, run_check=False)
+    replicated = [Replicate()] * mesh.ndim
+    gathered = [None if t is None else _gather(t, replicated) for t in tensors]
+    return DTensor.from_local(function(*gathered), mesh, replicated, run_check=False)
 
 
-def _gathered(tensor: Tensor, everywhere: list) -> Tensor:
+def _gather(tensor: Tensor, replicated: list) -> Tensor:
     """Return the whole of a DTensor as a tensor of this device, with a gradient that every device has whole, too."""
-    return tensor.redistribute(placements=everywhere).to_local(grad_placements=everywhere)
+    return tensor.redistribute(placements=replicated).to_local(grad_placements=replicated)

@@ -12,8 +12,8 @@ from ._common.distributed import is_distributed
 from ._common.functorch import is_transformed
 from .activation.expert_activation import SWIGLU, Activation, Gate, GateFunction
 from .checks import check_experts, check_indices, check_product
-from .experts.stacked_autograd import StackedExpertsFunction, without_gradient
-from .gather_dtensor import on_whole
+from .experts.stacked_autograd import StackedExpertsFunction, stacked_experts
+from .gather_dtensor import call_on_gathered
 from .ops import gmm, permutation
 from .ops.gmm import GmmFunction
 from .ops.reference import experts_in_torch, product_in_torch
@@ -41,7 +41,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
         TypeError: dtypes do not.
     """
     if is_distributed(x, weight, counts, bias):
-        return on_whole(grouped_matmul, x, weight, counts, bias)
+        return call_on_gathered(grouped_matmul, x, weight, counts, bias)
     check_product(x, weight, counts, bias)
     if is_transformed() or not gmm.fits(x, weight):
         return product_in_torch(x, weight, counts, bias)
@@ -93,9 +93,9 @@ def fused_experts(
     """
     if is_distributed(hidden_states, gate_up_proj, down_proj):
         options = {"activation": activation, "is_transposed": is_transposed, "is_expert_parallel": is_expert_parallel}
-        whole = partial(fused_experts, **options, post_expert_norm=post_expert_norm)
+        function = partial(fused_experts, **options, post_expert_norm=post_expert_norm)
         biases = gate_up_proj_bias, down_proj_bias
-        return on_whole(whole, hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, *biases)
+        return call_on_gathered(function, hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, *biases)
     gate_up, down = (gate_up_proj, down_proj) if is_transposed else (gate_up_proj.mT, down_proj.mT)
     parameters = (gate_up, down, gate_up_proj_bias, down_proj_bias)
     is_gate = isinstance(activation, Gate)
@@ -109,12 +109,12 @@ def fused_experts(
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, top_k_weights, *parameters))
     is_fused = is_gate and activation.fits(gate_up.shape[-1], x.dtype, trains)
     if is_fused and post_expert_norm is None:
-        run = StackedExpertsFunction.apply if trains else without_gradient
+        run = StackedExpertsFunction.apply if trains else stacked_experts
         y = run(activation, x, top_k_index, top_k_weights, *parameters, is_expert_parallel)
     else:
         rows, order = permutation.PermuteFunction.apply(x, top_k_index)
-        counts = permutation.count(top_k_index, down.shape[0])
-        tail = permutation.rows_after(counts, rows.shape[0]) if is_expert_parallel else None
+        counts = permutation.tokens_per_expert(top_k_index, down.shape[0])
+        tail = permutation.tail_mask(counts, rows.shape[0]) if is_expert_parallel else None
         rows = GmmFunction.apply(rows, gate_up, counts, gate_up_proj_bias, tail)
         rows = GateFunction.apply(activation, rows) if is_fused else activation(rows)
         rows = GmmFunction.apply(rows.contiguous(), down, counts, down_proj_bias, tail)

@@ -112,7 +112,7 @@ def fused_listed_experts(
     if experts.is_swiglu and SWIGLU.fits(2 * gate[0].shape[0], x.dtype):
         return ListedExpertsFunction.apply(x, index, weights, number, (gate_bias, down_bias), *both, *experts.down)
     rows, order = permutation.PermuteFunction.apply(x, index)
-    counts = permutation.count(index, number)
+    counts = permutation.tokens_per_expert(index, number)
     if experts.is_packed:
         a, b = HybridGmmFunction.apply(rows, counts, None, gate_bias, *both).chunk(2, -1)
     else:

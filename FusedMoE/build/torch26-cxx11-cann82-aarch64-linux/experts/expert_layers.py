@@ -26,7 +26,7 @@ class ClampedExperts(Layer):
     """
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if _is_out_of_reach(hidden_states, self.gate_up_proj, self.down_proj):
+        if _needs_original(hidden_states, self.gate_up_proj, self.down_proj):
             return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
         weights = self.gate_up_proj, self.down_proj
         gate = self._apply_gate
@@ -44,7 +44,7 @@ class FlatExperts(Layer):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         parameters = self.mlp.w1, self.mlp.v1, self.mlp.w2
         is_called = is_intercepted(self.mlp) or is_replaced(self.mlp)
-        if is_called or _is_out_of_reach(hidden_states, *parameters) or not permutation.fits(top_k_index):
+        if is_called or _needs_original(hidden_states, *parameters) or not permutation.fits(top_k_index):
             return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
         x = hidden_states.reshape(-1, self.hidden_size)
         gate, up, down = (each.view(-1, self.ffn_hidden_size, self.hidden_size) for each in parameters)
@@ -52,7 +52,7 @@ class FlatExperts(Layer):
             return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
         index, weights = top_k_index.contiguous(), top_k_weights.contiguous()
         rows, order = permutation.PermuteFunction.apply(x, index)
-        counts = permutation.count(index, self.num_experts)
+        counts = permutation.tokens_per_expert(index, self.num_experts)
         activated = self.mlp.activation_fn(GmmFunction.apply(rows, gate.mT, counts, None, None))
         activated = activated * GmmFunction.apply(rows, up.mT, counts, None, None)
         rows = GmmFunction.apply(activated, down, counts, None, None)
@@ -70,7 +70,7 @@ class ScaledTokensMoEBlock(Layer):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         experts = self.experts
         is_called = is_intercepted(experts) or is_replaced(experts)
-        if is_called or _is_out_of_reach(hidden_states, experts.gate_up_proj, experts.down_proj):
+        if is_called or _needs_original(hidden_states, experts.gate_up_proj, experts.down_proj):
             return type(self).forward(self, hidden_states)
         x = hidden_states.reshape(-1, self.hidden_dim)
         scores, logits = self.router(x)
@@ -83,7 +83,7 @@ class ScaledTokensMoEBlock(Layer):
             torch.ones_like(index, dtype=rows.dtype),
             experts.gate_up_proj,
             experts.down_proj,
-            activation=_gate_of(experts.act_fn),
+            activation=_gated(experts.act_fn),
             is_transposed=True,
         )
         y = self.shared_expert(x)
@@ -91,10 +91,10 @@ class ScaledTokensMoEBlock(Layer):
         return y.add_(routed), logits
 
 
-def _gate_of(activation: Callable[[Tensor], Tensor]) -> Activation:
-    """Return the gate with an activation: SwiGLU, or a function of gate and up, which lie side by side."""
-    watched = isinstance(activation, nn.Module) and is_intercepted(activation)
-    if not watched and is_silu(activation):
+def _gated(activation: Callable[[Tensor], Tensor]) -> Activation:
+    """Return what computes ``up * activation(gate)`` of both in one tensor, the gate first: SwiGLU, or a function."""
+    is_called = isinstance(activation, nn.Module) and is_intercepted(activation)
+    if not is_called and is_silu(activation):
         return SWIGLU
 
     def gate(gate_up: Tensor) -> Tensor:
@@ -104,8 +104,8 @@ def _gate_of(activation: Callable[[Tensor], Tensor]) -> Activation:
     return gate
 
 
-def _is_out_of_reach(hidden_states: Tensor, *parameters: Tensor) -> bool:
-    """Tell whether experts are to compute their own forward: elsewhere, spread, transformed, or in another dtype."""
+def _needs_original(hidden_states: Tensor, *parameters: Tensor) -> bool:
+    """Tell whether the original forward has to compute: elsewhere, distributed, transformed, or in another dtype."""
     if hidden_states.device.type != "npu" or is_transformed() or is_distributed(hidden_states, *parameters):
         return True
     if torch.is_autocast_enabled("npu") and torch.get_autocast_dtype("npu") != hidden_states.dtype:

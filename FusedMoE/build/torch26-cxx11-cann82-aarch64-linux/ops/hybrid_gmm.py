@@ -17,7 +17,7 @@ from .._common.adjacent_storage import joined
 from .._common.checkpoints import unseen_by_checkpoints
 from .._common.derivatives import by_formula, gradients
 from . import gmm
-from .gmm import MOST_LISTED, bias_gradient, is_empty, multiply_by_list, sum_over_rows
+from .gmm import MOST_LISTED, added_bias, bias_gradient, is_empty, sum_over_rows
 from .reference import product_in_torch
 
 
@@ -60,25 +60,22 @@ def multiply(x: Tensor, counts: Tensor, tail: Tensor | None, has_bias: bool, par
     """Compute what :class:`HybridGmmFunction` does, without a gradient."""
     weights, biases = _split(parameters, has_bias)
     experts = counts.shape[0]
-    matrices = _matrices(weights, experts, transposed=True)
-    return _multiply(x, matrices, counts, _joined_biases(biases, experts, x.dtype), tail)
+    bias = added_bias(_stack(biases, experts), x.dtype) if biases else None
+    return _multiply(x, _matrices(weights, experts, transposed=True), counts, bias, tail)
 
 
-def stacked(parameters: Sequence[Tensor], experts: int, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+def stack_parameters(parameters: Sequence[Tensor], experts: int, has_bias: bool) -> tuple[Tensor, Tensor | None]:
     """Copy the parameters of :class:`HybridGmmFunction` into a weight ``[E, K, N]`` and a bias ``[E, N]``.
 
     They are differentiable; the bias is None where there is none.
     """
     weights, biases = _split(parameters, has_bias)
-    weight, bias = (torch.stack(part).unflatten(0, (-1, experts)) if part else None for part in (weights, biases))
-    assert weight is not None
-    bias = None if bias is None else bias.transpose(0, 1).flatten(1)
-    return weight.transpose(0, 1).flatten(1, 2).mT, bias
+    return _stack(weights, experts).mT, _stack(biases, experts) if biases else None
 
 
 def _in_torch(counts: Tensor, has_bias: bool, x: Tensor, *parameters: Tensor) -> Tensor:
     """Compute what :class:`HybridGmmFunction` does with operators of torch."""
-    weight, bias = stacked(parameters, counts.shape[0], has_bias)
+    weight, bias = stack_parameters(parameters, counts.shape[0], has_bias)
     return product_in_torch(x, weight, counts, bias)
 
 
@@ -98,9 +95,9 @@ def parameter_gradients(
     needs_weights, needs_biases = _split(needs, has_bias)
     gradients: list[Tensor | None] = [None] * len(needs)
     if any(needs_weights):
-        gradients[: len(needs_weights)] = _each(sum_over_rows(grad, x, counts), needs_weights)
+        gradients[: len(needs_weights)] = _part_gradients(sum_over_rows(grad, x, counts), needs_weights)
     if any(needs_biases):
-        gradients[len(needs_weights) :] = _each(bias_gradient(grad, counts, biases[0]), needs_biases)
+        gradients[len(needs_weights) :] = _part_gradients(bias_gradient(grad, counts, biases[0]), needs_biases)
     return gradients
 
 
@@ -111,14 +108,14 @@ def _multiply(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Tensor | N
     if tail is not None:
         with unseen_by_checkpoints():
             return _multiply(x, weights, counts, bias, None).masked_fill_(tail, 0)
-    y = multiply_by_list(x, weights[:MOST_LISTED], counts[:MOST_LISTED], None if bias is None else bias[:MOST_LISTED])
+    y = gmm.multiply(x, weights[:MOST_LISTED], counts[:MOST_LISTED], None if bias is None else bias[:MOST_LISTED])
     if len(weights) > MOST_LISTED:
         rows = torch.arange(x.shape[0], device=x.device)
     for start in range(MOST_LISTED, len(weights), MOST_LISTED):
         part = slice(start, start + MOST_LISTED)
         before = counts[:start].sum()
         moved = x.index_select(0, (rows + before).clamp(max=x.shape[0] - 1))
-        further = multiply_by_list(moved, weights[part], counts[part], None if bias is None else bias[part])
+        further = gmm.multiply(moved, weights[part], counts[part], None if bias is None else bias[part])
         # what follows the rows of these groups is not written yet: it belongs to later ones, or to the tail
         further = further.index_select(0, (rows - before).clamp(min=0))
         y = torch.where((rows >= before).unsqueeze(-1), further, y)
@@ -126,29 +123,26 @@ def _multiply(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Tensor | N
 
 
 def _split(parameters: Sequence, has_bias: bool) -> tuple[list, list]:
-    """Tell the weights among the parameters, or what belongs to them, from the biases."""
+    """Split parameters, or what is said of each of them, into those of weights and of biases."""
     number = len(parameters) // 2 if has_bias else len(parameters)
     return list(parameters[:number]), list(parameters[number:])
 
 
 def _matrices(weights: list[Tensor], experts: int, transposed: bool) -> list[Tensor]:
-    """Return one view for each expert: of its weight, and of the other one behind it where there is one."""
+    """Return the matrix of each expert: its weight, together with the other one that lies behind it if it has two."""
     matrices = weights[:experts]
     if len(weights) > experts:
         matrices = [joined(a, b) for a, b in zip(matrices, weights[experts:])]
     return [matrix.t() for matrix in matrices] if transposed else matrices
 
 
-def _joined_biases(biases: list[Tensor], experts: int, dtype: torch.dtype) -> Tensor | None:
-    """Copy the biases of all experts into one tensor ``[E, N]``, in the dtype that the operator adds."""
-    if not biases:
-        return None
-    all_biases = torch.stack(biases).unflatten(0, (-1, experts)).transpose(0, 1).flatten(1)
-    return all_biases.float() if dtype is torch.bfloat16 else all_biases
+def _stack(parameters: list[Tensor], experts: int) -> Tensor:
+    """Copy E parameters ``[N, ...]``, or E and E others that go below them, into one tensor ``[E, P·N, ...]``."""
+    return torch.stack(parameters).unflatten(0, (-1, experts)).transpose(0, 1).flatten(1, 2)
 
 
-def _each(gradient: Tensor, needs: list[bool]) -> list[Tensor | None]:
-    """Take a gradient ``[E, P·N, ...]`` apart: a view for each of the E·P parameters that needs one, else None."""
+def _part_gradients(gradient: Tensor, needs: list[bool]) -> list[Tensor | None]:
+    """Split a gradient ``[E, P·N, ...]`` into a view for each of the E·P parameters, or None where it needs none."""
     experts = gradient.shape[0]
     halves = gradient.chunk(len(needs) // experts, 1)
     parts = [part for half in halves for part in half.unbind()]

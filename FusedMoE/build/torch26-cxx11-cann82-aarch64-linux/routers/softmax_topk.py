@@ -85,8 +85,8 @@ class _SoftmaxTopK(torch.autograd.Function):
         return weights, experts, None if renormalise else probabilities
 
     @staticmethod
-    def backward(ctx, grad: Tensor | None, _: None, of_all: Tensor | None) -> tuple[Tensor | None, None, None]:
-        if grad is None and of_all is None:
+    def backward(ctx, grad: Tensor | None, _: None, d_probabilities: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if grad is None and d_probabilities is None:
             return None, None, None
         kept, experts = ctx.saved_tensors
         if ctx.renormalise:
@@ -94,6 +94,6 @@ class _SoftmaxTopK(torch.autograd.Function):
         if grad is not None:
             grad = grad.new_zeros(ctx.shape).scatter_(-1, experts, grad)
         if not ctx.renormalise:
-            grad = of_all if grad is None else grad if of_all is None else grad + of_all
+            grad = d_probabilities if grad is None else grad if d_probabilities is None else grad + d_probabilities
             grad = torch.ops.aten._softmax_backward_data(grad, kept, -1, kept.dtype).to(ctx.dtype)
         return grad, None, None

@@ -34,7 +34,7 @@ class ListedExpertsFunction(torch.autograd.Function):
         ctx.has_bias, ctx.split = has_bias, 2 * number * (1 + has_bias[0])
         gate_up, down = (parameters[part] for part in _parts(ctx.split))
         rows, order = permutation.permute(hidden_states, top_k_index)
-        counts = permutation.count(top_k_index, number)
+        counts = permutation.tokens_per_expert(top_k_index, number)
         needs_gate_up, needs_down = (any(ctx.needs_input_grad[5:][part]) for part in _parts(ctx.split))
         product = hybrid_gmm.multiply(rows, counts, None, has_bias[0], gate_up)
         rows = rows if needs_gate_up else None
@@ -91,8 +91,8 @@ def _in_torch(
 ) -> Tensor:
     """Compute what :class:`ListedExpertsFunction` does with operators of torch."""
     both, down = (parameters[part] for part in _parts(2 * number * (1 + has_bias[0])))
-    gate_up, gate_up_bias = hybrid_gmm.stacked(both, number, has_bias[0])
-    last, last_bias = hybrid_gmm.stacked(down, number, has_bias[1])
+    gate_up, gate_up_bias = hybrid_gmm.stack_parameters(both, number, has_bias[0])
+    last, last_bias = hybrid_gmm.stack_parameters(down, number, has_bias[1])
     return experts_in_torch(x, index, weights, gate_up, last, gate_up_bias, last_bias, SWIGLU, None)
 
 

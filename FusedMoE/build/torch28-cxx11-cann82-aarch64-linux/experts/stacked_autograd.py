@@ -22,7 +22,7 @@ from ..ops.gmm import bias_gradient, multiply, weight_gradient
 from ..ops.reference import experts_in_torch
 
 
-def without_gradient(
+def stacked_experts(
     gate: Gate,
     hidden_states: Tensor,
     top_k_index: Tensor,
@@ -31,12 +31,12 @@ def without_gradient(
     down: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
-    partial: bool,
+    is_partial: bool,
 ) -> Tensor:
-    """Compute the forward of :class:`StackedExpertsFunction` and keep nothing. Arguments are the same."""
+    """Compute what :class:`StackedExpertsFunction` does of the same arguments, without a gradient."""
     rows, order = permutation.permute(hidden_states, top_k_index)
-    counts = permutation.count(top_k_index, down.shape[0])
-    tail = permutation.rows_after(counts, rows.shape[0]) if partial else None
+    counts = permutation.tokens_per_expert(top_k_index, down.shape[0])
+    tail = permutation.tail_mask(counts, rows.shape[0]) if is_partial else None
     rows = gate.forward(multiply(rows, gate_up, counts, gate_up_bias, tail))
     return permutation.unpermute(multiply(rows, down, counts, down_bias, tail), order, top_k_weights)
 
@@ -44,7 +44,7 @@ def without_gradient(
 class StackedExpertsFunction(torch.autograd.Function):
     """Computes :func:`fused_moe.fused_experts` of what the operators take, with a gate and without a norm behind it.
 
-    Weights are ``[E, K, N]``: transposed views where they are stored as ``[E, N, K]``. ``partial`` says that some
+    Weights are ``[E, K, N]``: transposed views where they are stored as ``[E, N, K]``. ``is_partial`` says that some
     choices go to experts which live elsewhere.
     """
 
@@ -59,11 +59,11 @@ class StackedExpertsFunction(torch.autograd.Function):
         down: Tensor,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
-        partial: bool,
+        is_partial: bool,
     ) -> Tensor:
         rows, order = permutation.permute(hidden_states, top_k_index)
-        counts = permutation.count(top_k_index, down.shape[0])
-        tail = permutation.rows_after(counts, rows.shape[0]) if partial else None
+        counts = permutation.tokens_per_expert(top_k_index, down.shape[0])
+        tail = permutation.tail_mask(counts, rows.shape[0]) if is_partial else None
         needs_weights, needs_gate_up, needs_down = ctx.needs_input_grad[3:6]
         product = multiply(rows, gate_up, counts, gate_up_bias, tail)
         rows = rows if needs_gate_up else None

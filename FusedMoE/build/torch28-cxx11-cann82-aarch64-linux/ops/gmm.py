@@ -21,11 +21,11 @@ from .reference import product_in_torch
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_GROUPS = 1024
 MOST_LISTED = 128  # groups of weights that come as a list
-_SIZE = 65536  # every last dimension is below
-# of one group the operator counts elements in 32 bits, those that it reads as those that it writes: CANN's
+_SIZE = 65536  # every last dimension is less
+# the operator counts the elements of a group in 32 bits, of what it reads and of what it writes: CANN's
 # ops-transformer, gmm/grouped_matmul/op_kernel/grouped_matmul.h, MMCompute
 _GROUP_ELEMENTS = 2**32
-_COLUMNS = 16  # of the ones that sum a bias gradient: one column would have no layout to tell
+_COLUMNS = 16  # of ones, whose product with a gradient is that of a bias: one column would have no layout to tell
 
 _M_AXIS, _K_AXIS = 0, 2  # group_type: the rows of x are grouped, or what is summed over
 _COUNTS = 1  # group_list_type
@@ -63,7 +63,7 @@ def fits(x: Tensor, *weights: Tensor) -> bool:
 
 
 def fits_sizes(x: Tensor, groups: int, *sizes: int) -> bool:
-    """Tell it by the number of groups and the other sizes of a weight, which is contiguous or a transposed view."""
+    """Tell :func:`fits` by the number of groups and the other sizes of weights that lie as the operator wants them."""
     return (
         x.device.type == "npu"
         and x.dtype in _FUSED_DTYPES
@@ -104,42 +104,31 @@ class GmmFunction(torch.autograd.Function):
 
 
 def multiply(
-    x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, tail: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | list[Tensor],
+    counts: Tensor,
+    bias: Tensor | None = None,
+    tail: Tensor | None = None,
 ) -> Tensor:
-    """Compute what :class:`GmmFunction` does, without a gradient."""
+    """Compute what :class:`GmmFunction` does, without a gradient.
+
+    At most 128 weights ``[K, N]`` of float16 or bfloat16 may be a list: they stay where they are.
+    """
     if tail is not None:
         with unseen_by_checkpoints():
             return multiply(x, weight, counts, bias).masked_fill_(tail, 0)
+    if type(weight) is list and len(weight) == 1:  # that is no list for the operator
+        weight = weight[0].unsqueeze(0)
+    is_list = type(weight) is list
     is_known = not torch.compiler.is_dynamo_compiling() and isinstance(rows := x.shape[0], int)
-    if is_known and rows >= _SIZE and has_long_groups(x, *(sizes := weight.shape[1:])):
+    if is_known and rows >= _SIZE and has_long_groups(x, *(sizes := weight[0].shape if is_list else weight.shape[1:])):
         return torch.cat([multiply(x[cut], weight, part, bias) for cut, part in pieces(x, counts, *sizes)])
-    biases = None if bias is None else [_as_added(bias, x.dtype)]
+    if bias is not None:
+        bias = added_bias(bias, x.dtype)
     (y,) = torch.ops.npu.npu_grouped_matmul(
         [x],
-        [weight],
-        bias=biases,
-        group_list=counts,
-        split_item=_SINGLE,
-        group_type=_M_AXIS,
-        group_list_type=_COUNTS,
-    )
-    return y
-
-
-def multiply_by_list(x: Tensor, weights: list[Tensor], counts: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute it with at most 128 weights ``[K, N]``, float16 or bfloat16, that stay where they are.
-
-    ``bias`` is ``[E, N]``, in the dtype in which the operator adds it.
-    """
-    if len(weights) == 1:  # that is no list for the operator
-        return multiply(x, weights[0].unsqueeze(0), counts, bias)
-    is_known = not torch.compiler.is_dynamo_compiling() and isinstance(rows := x.shape[0], int)
-    if is_known and rows >= _SIZE and has_long_groups(x, *(sizes := weights[0].shape)):
-        return torch.cat([multiply_by_list(x[cut], weights, part, bias) for cut, part in pieces(x, counts, *sizes)])
-    (y,) = torch.ops.npu.npu_grouped_matmul(
-        [x],
-        weights,
-        bias=None if bias is None else list(bias.unbind()),
+        weight if is_list else [weight],
+        bias=None if bias is None else list(bias.unbind()) if is_list else [bias],
         group_list=counts,
         split_item=_SINGLE,
         group_type=_M_AXIS,
@@ -190,10 +179,10 @@ def sum_over_rows(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return _sum_operator(a, b, counts)
     if not _SUMS_GROUPS:
-        return _added_to_zeros(a, b, counts)
+        return _sum_by_adding(a, b, counts)
     if _SUMS_ARE_COUNTED and has_long_groups(a, a.shape[1], b.shape[1]):
         if a.dtype is not torch.float32:
-            return _added_to_zeros(a, b, counts)
+            return _sum_by_adding(a, b, counts)
         parts = pieces(a, counts, a.shape[1], b.shape[1])
         return reduce(torch.add, (sum_over_rows(a[rows], b[rows], part) for rows, part in parts))
     # the operator wants a transposed view of contiguous rows, and contiguous rows
@@ -209,7 +198,7 @@ def sum_over_rows(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     return y
 
 
-def _added_to_zeros(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+def _sum_by_adding(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     """Compute :func:`sum_over_rows` where ``npu_grouped_matmul`` sums over no groups.
 
     ``npu_grouped_matmul_add_`` adds products of 16 bits in float32, which are rounded once then, as the other operator
@@ -237,6 +226,6 @@ def _(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     return a.new_empty(counts.shape[0], a.shape[1], b.shape[1])
 
 
-def _as_added(bias: Tensor, dtype: torch.dtype) -> Tensor:
+def added_bias(bias: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast a bias to what the operator adds: float32 to products of bfloat16, otherwise the dtype of the product."""
     return bias.to(torch.float32 if dtype is torch.bfloat16 else dtype)

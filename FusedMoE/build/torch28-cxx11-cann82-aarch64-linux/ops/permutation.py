@@ -20,9 +20,9 @@ _MOST_CHOICES = 512
 _WEIGHTS_IN_ANY_DTYPE = CANN >= (9, 0)
 
 
-# Above autograd newer releases call an operator that hands the rows out again, for a gradient of their own: it would be
-# counted as moving them, and torch.compile takes no operator that returns its input. Below autograd nothing is handed
-# out; under torch.compile that is inside of another operator.
+# Above autograd the operator of newer releases returns the rows too, for its own gradient: that would be counted as
+# moving them, and torch.compile takes no operator that returns its input. So it is called below autograd, under
+# torch.compile inside of an operator of this kernel.
 @torch.library.custom_op(f"{__name__.partition('.')[0]}::unpermute", mutates_args=())
 def _unpermute_operator(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     return torch.ops.npu.npu_moe_token_unpermute(rows, order, weights)
@@ -42,7 +42,7 @@ def fits(top_k_index: Tensor) -> bool:
 
 
 def fits_sizes(tokens: int, top_k: int) -> bool:
-    """Tell it by the sizes of the index."""
+    """Tell :func:`fits` of an index ``[tokens, top_k]``."""
     return 0 < tokens * top_k < _MOST_ROWS and top_k <= _MOST_CHOICES
 
 
@@ -52,7 +52,7 @@ def has_gradients() -> bool:
     return to_permute and hasattr(torch.ops.npu, "npu_moe_token_unpermute_grad")
 
 
-def count(top_k_index: Tensor, num_experts: int) -> Tensor:
+def tokens_per_expert(top_k_index: Tensor, num_experts: int) -> Tensor:
     """Count the rows that go to each expert, int64 ``[E]``; ids of ``num_experts`` and more are not counted.
 
     One bin more than there are experts, and bounds that are its first and last id, put id i into bin i: it is the
@@ -62,8 +62,8 @@ def count(top_k_index: Tensor, num_experts: int) -> Tensor:
     return counts[:num_experts].to(torch.int64)
 
 
-def rows_after(counts: Tensor, rows: int) -> Tensor:
-    """Mark the rows after the last group: boolean ``[rows, 1]``."""
+def tail_mask(counts: Tensor, rows: int) -> Tensor:
+    """Mark the rows after the last group, whose experts are elsewhere: boolean ``[rows, 1]``."""
     return (torch.arange(rows, device=counts.device) >= counts.sum()).unsqueeze(-1)
 
 

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ._common.derivatives import is_transformed
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 from .activation.expert_activation import SWIGLU, Activation, Gate, GateFunction
 from .checks import check_experts, check_indices, check_product
 from .experts.stacked_autograd import StackedExpertsFunction, stacked_experts

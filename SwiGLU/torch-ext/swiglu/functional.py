@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._common.clipped import clipped_swiglu_in_torch, has_clipped_gradient, has_clipped_swiglu
+from ._common.derivatives import is_transformed
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 from .operators import EXACT_GEGLU, GEGLU, SWIGLU, GatedUnit, clipped_swiglu_fused
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ._common.derivatives import is_transformed
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 from .activations import activation_to_call, is_recognised
 from .functional import apply_clamped_swiglu, apply_unit, takes_scaled
 from .operators import EXACT_GEGLU, GEGLU, NO_LIMIT, SWIGLU, GatedUnit, clipped_swiglu_fused

@@ -1,1 +1,1 @@
-"""What an expert computes between its two products."""
+../../../torch-ext/fused_moe/activation/__init__.py

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from .._common.derivatives import is_transformed
 from .._common.distributed import is_distributed
-from .._common.functorch import is_transformed
 from ..activation.expert_activation import SWIGLU, Activation
 from ..functional import fused_experts
 from ..layer import Layer
@@ -83,7 +83,7 @@ class ScaledTokensMoEBlock(Layer):
             torch.ones_like(index, dtype=rows.dtype),
             experts.gate_up_proj,
             experts.down_proj,
-            activation=_gated(experts.act_fn),
+            activation=_block_activation(experts.act_fn),
             is_transposed=True,
         )
         y = self.shared_expert(x)
@@ -91,7 +91,7 @@ class ScaledTokensMoEBlock(Layer):
         return y.add_(routed), logits
 
 
-def _gated(activation: Callable[[Tensor], Tensor]) -> Activation:
+def _block_activation(activation: Callable[[Tensor], Tensor]) -> Activation:
     """Return what computes ``up * activation(gate)`` of both in one tensor, the gate first: SwiGLU, or a function."""
     is_called = isinstance(activation, nn.Module) and is_intercepted(activation)
     if not is_called and is_silu(activation):

@@ -14,8 +14,8 @@ from torch.nn.modules import linear
 
 from .._common.activation_values import has_values
 from .._common.adjacent_storage import are_neighbours
+from .._common.derivatives import is_transformed
 from .._common.distributed import is_distributed
-from .._common.functorch import is_transformed
 from ..activation.expert_activation import SWIGLU
 from ..module_guards import is_intercepted, is_replaced, remember_forward
 from ..ops import gmm, permutation

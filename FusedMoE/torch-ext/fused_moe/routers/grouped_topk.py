@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from .._common.cann import CANN
-from .._common.derivatives import by_formula, gradients
+from .._common.derivatives import by_formula, gradients, is_transformed
 from .._common.distributed import is_distributed
-from .._common.functorch import is_transformed
 
 # op-plugin 7.1.0, of CANN 8.2, docs/context/torch_npu-npu_moe_gating_top_k.md: it takes what DeepSeek-V3 has alone
 _DEEPSEEK_V3_ONLY = CANN < (8, 3)

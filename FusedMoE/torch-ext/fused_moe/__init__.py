@@ -1,8 +1,8 @@
 """Mixtures of experts for Huawei Ascend NPUs: experts of transformers in grouped products, with gradients."""
 
 from . import blocks, gates, layers
-from .activation.expert_activation import SWIGLU, Gate
-from .experts.experts_interface import experts_forward
+from .expert_activation import SWIGLU, Gate
+from .experts.expert_layers import experts_forward
 from .functional import fused_experts, grouped_matmul
 from .ops.gmm import GmmFunction
 from .ops.hybrid_gmm import HybridGmmFunction

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ._common.derivatives import is_transformed
 from ._common.distributed import is_distributed
-from .activation.expert_activation import SWIGLU, Activation, Gate, GateFunction
 from .checks import check_experts, check_indices, check_product
+from .expert_activation import SWIGLU, Activation, Gate, GateFunction
 from .experts.stacked_autograd import StackedExpertsFunction, stacked_experts
 from .gather_dtensor import call_on_gathered
 from .ops import gmm, permutation

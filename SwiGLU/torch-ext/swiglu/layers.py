@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ._common.module_hooks import has_hooks
+from ._common.module_checks import has_hooks
 from .mlp_forward import (
     activate,
     clamped_intermediate_states,

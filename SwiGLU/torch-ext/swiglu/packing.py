@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensor
 from torch.nn.modules import linear
 
 from ._common.adjacent_storage import are_neighbours
-from ._common.module_hooks import has_hooks
+from ._common.module_checks import has_hooks
 from .activations import meet
 from .memory import adjacent_halves, immovable
 from .packed_projection import project

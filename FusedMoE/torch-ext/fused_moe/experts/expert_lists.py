@@ -12,11 +12,11 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 from torch.nn.modules import linear
 
-from .._common.activation_values import has_values
 from .._common.adjacent_storage import are_neighbours
 from .._common.derivatives import is_transformed
 from .._common.distributed import is_distributed
-from ..activation.expert_activation import SWIGLU
+from .._common.module_checks import has_values
+from ..expert_activation import SWIGLU
 from ..module_guards import is_intercepted, is_replaced, remember_forward
 from ..ops import gmm, permutation
 from ..ops.hybrid_gmm import HybridGmmFunction

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._common.derivatives import by_formula, gradients
 from .._common.last_forward import Latest
-from ..activation.expert_activation import SWIGLU
+from ..expert_activation import SWIGLU
 from ..ops import hybrid_gmm, permutation
 from ..ops.reference import experts_in_torch
 

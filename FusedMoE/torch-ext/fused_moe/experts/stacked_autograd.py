@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._common.derivatives import by_formula, gradients
 from .._common.last_forward import Latest
-from ..activation.expert_activation import Gate
+from ..expert_activation import Gate
 from ..ops import permutation
 from ..ops.gmm import bias_gradient, multiply, weight_gradient
 from ..ops.reference import experts_in_torch

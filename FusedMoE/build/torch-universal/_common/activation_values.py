@@ -1,1 +1,0 @@
-../../../../common/activation_values.py

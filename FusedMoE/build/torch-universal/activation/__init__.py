@@ -1,1 +1,0 @@
-../../../torch-ext/fused_moe/activation/__init__.py

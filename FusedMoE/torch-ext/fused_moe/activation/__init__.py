@@ -1,1 +1,0 @@
-"""What an expert computes between its two products."""

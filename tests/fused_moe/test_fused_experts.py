@@ -165,7 +165,7 @@ def test_the_gradient_of_old_releases_is_the_same(kernel, monkeypatch) -> None:
     """op-plugin 7.1 has no operators for the gradients of permute and unpermute."""
     cases = [Case(6, 24, 3, 16, 32, bias=True), Case(6, 24, 3, 16, 32, partial=True)]
     expected = [case.found(kernel, kernel.SWIGLU) for case in cases]
-    monkeypatch.setattr(import_module(f"{kernel.__name__}.permutation"), "has_gradients", lambda: False)
+    monkeypatch.setattr(import_module(f"{kernel.__name__}.ops.permutation"), "has_gradients", lambda: False)
     for case, before in zip(cases, expected):
         softnpu.reset_counters()
         fused, own = case.found(kernel, kernel.SWIGLU), case.found(kernel, swiglu)

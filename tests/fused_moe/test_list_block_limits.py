@@ -42,10 +42,10 @@ def test_what_does_not_fit_is_computed_by_the_original_and_the_reason_is_known(
 ) -> None:
     original = block(cls)
     module = bound(kernel, original)
-    assert kernel.blocks.unfit(module) is None
+    assert kernel.expert_lists.unfit(module) is None
     change(original)
     change(module)
-    assert re.search(MISFITS[change], kernel.blocks.unfit(module))
+    assert re.search(MISFITS[change], kernel.expert_lists.unfit(module))
     found = results(module, block_inputs().npu())
     assert "npu_grouped_matmul" not in npu_counters()
     assert_close(found, results(original, block_inputs()))

@@ -15,7 +15,7 @@ TOKENS, EXPERTS, SIZE = 300, 24, 64
 @pytest.fixture
 def product(kernel, monkeypatch):
     """The product, however few the tokens are."""
-    module = import_module(f"{kernel.__name__}.router_product")
+    module = import_module(f"{kernel.__name__}.routers.router_product")
     monkeypatch.setattr(module.split_bf16, "LARGE", 0)
     return module.float32_logits
 
@@ -91,7 +91,7 @@ def test_other_dtypes_are_the_formula(product, dtype: torch.dtype) -> None:
 def test_few_tokens_are_cast(kernel) -> None:
     x, weight = drawn()
     with Cost() as cost:
-        import_module(f"{kernel.__name__}.router_product").float32_logits(x, weight)
+        import_module(f"{kernel.__name__}.routers.router_product").float32_logits(x, weight)
     assert cost.launches["_to_copy"] == 2
 
 

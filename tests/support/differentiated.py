@@ -118,7 +118,7 @@ def our_clipped_experts(*tensors: Tensor) -> Tensor:
 
 
 def our_listed_experts(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, is_packed: bool) -> Tensor:
-    blocks = kernel("FusedMoE").blocks
+    expert_lists = kernel("FusedMoE").expert_lists
     both = gate_up.contiguous()  # an expert's gate and up lie side by side
     gates, ups, downs = (
         list(part) for part in ((e[:INNER] for e in both), (e[INNER:] for e in both), down.contiguous())

@@ -113,7 +113,7 @@ def test_weights_of_another_dtype_than_the_rows_have_a_gradient(kernels, dtype) 
 def test_groups_that_are_too_long_for_the_device_go_in_pieces(kernels, monkeypatch, dtype, listed) -> None:
     """A group of 2**32 elements is refused, here of 200: five rows of 40, where the longest group has twelve."""
     moe, counts, rest = kernels["FusedMoE"], [3, 0, 12, 1], 2
-    products = import_module(f"{moe.__name__}.grouped_products")
+    products = import_module(f"{moe.__name__}.ops.gmm")
     monkeypatch.setattr(products, "_SIZE", 5)
     monkeypatch.setattr(products, "_GROUP_ELEMENTS", 200)
     monkeypatch.setattr(grouped_matmul_limits, "MAX_OFFSET", 200)

@@ -1,23 +1,24 @@
 """Mixtures of experts for Huawei Ascend NPUs: experts of transformers in grouped products, with gradients."""
 
-from . import blocks, gates, layers
-from .experts_interface import experts_forward
+from . import expert_activation, layers
+from .expert_activation import SWIGLU, Gate
+from .experts import expert_lists
+from .experts.expert_layers import experts_forward
 from .functional import fused_experts, grouped_matmul
-from .gates import SWIGLU, Gate
-from .gating import gating_top_k
-from .grouped_products import GmmFunction
-from .listed_products import HybridGmmFunction
-from .router import softmax_top_k
+from .ops.gmm import GmmFunction
+from .ops.hybrid_gmm import HybridGmmFunction
+from .routers.grouped_topk import gating_top_k
+from .routers.softmax_topk import softmax_top_k
 
 __all__ = [
     "SWIGLU",
     "Gate",
     "GmmFunction",
     "HybridGmmFunction",
-    "blocks",
+    "expert_activation",
+    "expert_lists",
     "experts_forward",
     "fused_experts",
-    "gates",
     "gating_top_k",
     "grouped_matmul",
     "layers",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
+_FLOATING = ("hidden_states", "top_k_weights", "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 
 
 def check_product(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None) -> None:
@@ -35,76 +36,49 @@ def check_experts(
 ) -> None:
     """Raise what :func:`fused_moe.fused_experts` says of its arguments, with weights ``[E, K, N]``.
 
-    ``halves`` says that the gate makes one column of two.
+    ``halves`` says that the gate makes one column of two. Every forward asks: each attribute of a tensor is read once.
     """
-    if not _are_usual(x, index, weights, gate_up, down, *biases):
-        _check_experts(x, index, weights, gate_up, down, *biases, halves=halves)
-
-
-def _are_usual(
-    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor | None
-) -> bool:
-    """Tell whether nothing is wrong with arguments as most models have them.
-
-    Every forward asks: these are fewer steps than :func:`_check_experts` takes.
-    """
-    if not (x.dim() == index.dim() == 2 and gate_up.dim() == down.dim() == 3):
-        return False
-    (tokens, size), chosen, dtype, device = x.shape, index.shape, gate_up.dtype, x.device
-    (experts, inputs, inner), (others, gated, outputs) = gate_up.shape, down.shape
-    return (
-        chosen == weights.shape
-        and chosen[0] == tokens
-        and size == inputs == outputs
-        and experts == others
-        and inner == 2 * gated
-        and index.dtype in _INDEX_DTYPES
-        and dtype is x.dtype is down.dtype
-        and dtype.is_floating_point
-        and weights.dtype.is_floating_point
-        and device == index.device == weights.device == gate_up.device == down.device
-        and all(bias is None for bias in biases)
-    )
-
-
-def _check_experts(
-    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *biases: Tensor | None, halves: bool
-) -> None:
-    """Look at one argument after the other, and raise a sentence about the first that does not fit."""
     name = "fused_experts"
+    shape, index_shape, weights_shape, gate_up_shape, down_shape = (
+        x.shape, index.shape, weights.shape, gate_up.shape, down.shape,
+    )  # fmt: skip
     if x.dim() != 2:
-        raise ValueError(f"{name}: hidden_states must be [T, H], got {list(x.shape)}: reshape(-1, H) it")
-    if index.dim() != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
+        raise ValueError(f"{name}: hidden_states must be [T, H], got {list(shape)}: reshape(-1, H) it")
+    tokens, size = shape
+    if index.dim() != 2 or index_shape != weights_shape or index_shape[0] != tokens:
         raise ValueError(
-            f"{name}: top_k_index and top_k_weights must both be [T, k] with T = {x.shape[0]}, got {list(index.shape)} "
-            f"and {list(weights.shape)}"
+            f"{name}: top_k_index and top_k_weights must both be [T, k] with T = {tokens}, got {list(index_shape)} "
+            f"and {list(weights_shape)}"
         )
     if index.dtype not in _INDEX_DTYPES:
         raise TypeError(f"{name}: top_k_index must be int64 or int32, got {index.dtype}")
-    named = {"hidden_states": x, "top_k_weights": weights, "gate_up_proj": gate_up, "down_proj": down}
-    named |= dict(zip(("gate_up_proj_bias", "down_proj_bias"), biases))
-    for what, tensor in named.items():
-        if tensor is not None and not tensor.is_floating_point():
-            raise TypeError(f"{name}: {what} must be floating point, got {tensor.dtype}")
-    if gate_up.dtype != down.dtype:
-        raise TypeError(f"{name}: gate_up_proj and down_proj must have one dtype, got {gate_up.dtype} and {down.dtype}")
-    if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape[0] != down.shape[0]:
+    floating = (x, weights, gate_up, down, *biases)
+    dtypes = [None if tensor is None else tensor.dtype for tensor in floating]
+    for what, dtype in zip(_FLOATING, dtypes):
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"{name}: {what} must be floating point, got {dtype}")
+    if dtypes[2] != dtypes[3]:
+        raise TypeError(f"{name}: gate_up_proj and down_proj must have one dtype, got {dtypes[2]} and {dtypes[3]}")
+    if gate_up.dim() != 3 or down.dim() != 3 or gate_up_shape[0] != down_shape[0]:
         raise ValueError(
             f"{name}: gate_up_proj and down_proj must be three-dimensional and of as many experts, got "
-            f"{list(gate_up.shape)} and {list(down.shape)}"
+            f"{list(gate_up_shape)} and {list(down_shape)}"
         )
-    experts, size, inner = gate_up.shape
-    fits = 2 * down.shape[1] == inner or (not halves and down.shape[1] == inner)
-    if (size, size) != (x.shape[1], down.shape[2]) or not fits:
+    (experts, inputs, inner), (_, gated, outputs) = gate_up_shape, down_shape
+    fits = 2 * gated == inner or (not halves and gated == inner)
+    if not (size == inputs == outputs and fits):
         raise ValueError(
-            f"{name}: for hidden_states {list(x.shape)} and {experts} experts gate_up_proj must be [{experts}, 2·I, "
-            f"{x.shape[1]}] and down_proj [{experts}, {x.shape[1]}, I], or with is_transposed=True their last two "
+            f"{name}: for hidden_states {list(shape)} and {experts} experts gate_up_proj must be [{experts}, 2·I, "
+            f"{size}] and down_proj [{experts}, {size}, I], or with is_transposed=True their last two "
             f"dimensions the other way around; got {list(gate_up.mT.shape)} and {list(down.mT.shape)} in that order"
         )
-    for what, bias, outputs in zip(("gate_up_proj_bias", "down_proj_bias"), biases, (inner, down.shape[2])):
-        if bias is not None and list(bias.shape) != [experts, outputs]:
-            raise ValueError(f"{name}: {what} must be [{experts}, {outputs}], got {list(bias.shape)}")
-    _check_devices(name, top_k_index=index, **named)
+    for what, bias, columns in zip(_FLOATING[4:], biases, (inner, outputs)):
+        if bias is not None and bias.shape != (experts, columns):
+            raise ValueError(f"{name}: {what} must be [{experts}, {columns}], got {list(bias.shape)}")
+    device = index.device
+    for tensor in floating:
+        if tensor is not None and tensor.device != device:
+            _check_devices(name, top_k_index=index, **dict(zip(_FLOATING, floating)))
 
 
 def check_indices(index: Tensor, last: int) -> None:

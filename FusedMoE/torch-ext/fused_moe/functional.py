@@ -8,15 +8,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from . import grouped_products, permutation
 from ._common.derivatives import is_transformed
 from ._common.distributed import is_distributed
 from .checks import check_experts, check_indices, check_product
-from .gates import SWIGLU, Activation, Gate, GateFunction
-from .grouped_products import GmmFunction
-from .in_torch import experts_in_torch, product_in_torch
-from .stacked_training import StackedExpertsFunction, without_gradient
-from .whole import on_whole
+from .expert_activation import SWIGLU, Activation, Gate, GateFunction
+from .experts.stacked_autograd import StackedExpertsFunction, stacked_experts
+from .gather_dtensor import call_on_gathered
+from .ops import gmm, permutation
+from .ops.gmm import GmmFunction
+from .ops.reference import experts_in_torch, product_in_torch
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -41,9 +41,9 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | Non
         TypeError: dtypes do not.
     """
     if is_distributed(x, weight, counts, bias):
-        return on_whole(grouped_matmul, x, weight, counts, bias)
+        return call_on_gathered(grouped_matmul, x, weight, counts, bias)
     check_product(x, weight, counts, bias)
-    if is_transformed() or not grouped_products.fits(x, weight):
+    if is_transformed() or not gmm.fits(x, weight):
         return product_in_torch(x, weight, counts, bias)
     return GmmFunction.apply(x.contiguous(), weight, counts, bias, None)
 
@@ -65,7 +65,7 @@ def fused_experts(
     """Compute the experts of a mixture on the tokens that a router sent to them, weighed and summed. Differentiable.
 
     The formula is that of transformers, integrations/moe.py, grouped_mm_experts_forward. On the NPU it is permute,
-    product, activation, product, unpermute, without waiting for the device; stacked_training.py says what is kept for
+    product, activation, product, unpermute, without waiting for the device; stacked_autograd.py says what is kept for
     the gradient of a :class:`Gate`. What the operators do not take (more than 1024 experts, 512 choices or 2^24 - 2
     rows, last dimensions of 65536 and more, other dtypes, the CPU) is computed expert by expert in torch, for which the
     host waits for how many rows each gets.
@@ -93,28 +93,28 @@ def fused_experts(
     """
     if is_distributed(hidden_states, gate_up_proj, down_proj):
         options = {"activation": activation, "is_transposed": is_transposed, "is_expert_parallel": is_expert_parallel}
-        whole = partial(fused_experts, **options, post_expert_norm=post_expert_norm)
+        function = partial(fused_experts, **options, post_expert_norm=post_expert_norm)
         biases = gate_up_proj_bias, down_proj_bias
-        return on_whole(whole, hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, *biases)
+        return call_on_gathered(function, hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, *biases)
     gate_up, down = (gate_up_proj, down_proj) if is_transposed else (gate_up_proj.mT, down_proj.mT)
     parameters = (gate_up, down, gate_up_proj_bias, down_proj_bias)
     is_gate = isinstance(activation, Gate)
     check_experts(hidden_states, top_k_index, top_k_weights, *parameters, halves=is_gate)
     check_indices(top_k_index, down.shape[0] if is_expert_parallel else down.shape[0] - 1)
     x = hidden_states if hidden_states.dtype is gate_up.dtype else hidden_states.to(gate_up.dtype)
-    if is_transformed() or not (grouped_products.fits(x, gate_up, down) and permutation.fits(top_k_index)):
+    if is_transformed() or not (gmm.fits(x, gate_up, down) and permutation.fits(top_k_index)):
         y = experts_in_torch(x, top_k_index, top_k_weights, *parameters, activation, post_expert_norm)
         return y.to(hidden_states.dtype)
     x, top_k_index, top_k_weights = x.contiguous(), top_k_index.contiguous(), top_k_weights.contiguous()
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, top_k_weights, *parameters))
     is_fused = is_gate and activation.fits(gate_up.shape[-1], x.dtype, trains)
     if is_fused and post_expert_norm is None:
-        run = StackedExpertsFunction.apply if trains else without_gradient
+        run = StackedExpertsFunction.apply if trains else stacked_experts
         y = run(activation, x, top_k_index, top_k_weights, *parameters, is_expert_parallel)
     else:
         rows, order = permutation.PermuteFunction.apply(x, top_k_index)
-        counts = permutation.count(top_k_index, down.shape[0])
-        tail = permutation.rows_after(counts, rows.shape[0]) if is_expert_parallel else None
+        counts = permutation.tokens_per_expert(top_k_index, down.shape[0])
+        tail = permutation.tail_mask(counts, rows.shape[0]) if is_expert_parallel else None
         rows = GmmFunction.apply(rows, gate_up, counts, gate_up_proj_bias, tail)
         rows = GateFunction.apply(activation, rows) if is_fused else activation(rows)
         rows = GmmFunction.apply(rows.contiguous(), down, counts, down_proj_bias, tail)

@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .blocks import experts_of, fused_listed_experts
-from .expert_layers import ClampedExperts, FlatExperts, ScaledTokensMoEBlock
-from .experts_interface import experts_forward
+from .experts.expert_layers import ClampedExperts, FlatExperts, ScaledTokensMoEBlock, experts_forward
+from .experts.expert_lists import fusable_experts, fused_listed_experts
 from .layer import Layer as _Layer
-from .router import softmax_top_k
-from .router_layers import (
+from .routers.router_layers import (
     BiasedSoftmaxTopKRouter,
     CorrectedSoftmaxTopKRouter,
     GroupedSoftmaxTopKRouter,
@@ -36,6 +34,7 @@ from .router_layers import (
     TopKRouter,
     TopKSoftmaxRouter,
 )
+from .routers.softmax_topk import softmax_top_k
 
 __all__ = [
     "BiasedSoftmaxTopKRouter",
@@ -87,7 +86,7 @@ class SparseMoEBlock(_Layer):
     """
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        experts = experts_of(self, hidden_states, self.top_k)
+        experts = fusable_experts(self, hidden_states, self.top_k)
         if experts is None:
             return type(self).forward(self, hidden_states)  # the original's: this is bound to an instance of it
         if self.training and getattr(self, "jitter_noise", 0) > 0:
@@ -111,6 +110,6 @@ class GatedMoEBlock(_Layer):
     def forward(self, hidden_states: Tensor) -> Tensor:
         index, weights = self.gate(hidden_states)
         x = hidden_states.view(-1, hidden_states.shape[-1])
-        experts = experts_of(self, x, index.shape[1])
+        experts = fusable_experts(self, x, index.shape[1])
         y = self.moe(x, index, weights) if experts is None else fused_listed_experts(experts, x, index, weights)
         return y.view(hidden_states.shape) + self.shared_experts(hidden_states)

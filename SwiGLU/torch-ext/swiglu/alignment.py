@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from .activations import is_met
+from .activations import is_recognised
 from .functional import is_aligned
 from .operators import SWIGLU
-from .packing import OF_MLPS, TWO_PROJECTIONS, projections
+from .packing import MLP_PROJECTIONS, TWO_PROJECTIONS, projections
 
 __all__ = ["unaligned"]
 
@@ -18,8 +18,8 @@ def unaligned(mlp: nn.Module) -> str | None:
     Args:
         mlp: has its projections as members.
     """
-    weight = projections(mlp, (*OF_MLPS, *TWO_PROJECTIONS))[-1]._parameters.get("weight")
-    if weight is None or not is_met(mlp, SWIGLU) or is_aligned(weight.shape[-1], weight.dtype):
+    weight = projections(mlp, (*MLP_PROJECTIONS, *TWO_PROJECTIONS))[-1]._parameters.get("weight")
+    if weight is None or not is_recognised(mlp, SWIGLU) or is_aligned(weight.shape[-1], weight.dtype):
         return None
     size = weight.shape[-1] * weight.dtype.itemsize
     return f"in torch where it is trained, since halves of {size} bytes are no multiple of 64"

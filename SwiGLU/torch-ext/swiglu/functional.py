@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from ._common.clipped import clipped_swiglu_in_torch, has_clipped_gradient, has_clipped_swiglu
 from ._common.derivatives import is_transformed
 from ._common.distributed import is_distributed
-from .clamped import clamped_in_torch, clamped_swiglu_fused
-from .operators import clipped_swiglu_fused, geglu_fused
+from .operators import EXACT_GEGLU, GEGLU, SWIGLU, GatedUnit, clipped_swiglu_fused
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ALIGNMENT = 64  # bytes of a half that npu_swiglu_backward takes: CANN, aclnnSwiGluGrad
@@ -36,21 +35,21 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
         TypeError: an argument is not floating point.
     """
     _check("swiglu", gate, up)
-    return swiglu_of(gate, up)
+    return apply_unit(SWIGLU, gate, up)
 
 
-def swiglu_of(gate: Tensor, up: Tensor | None = None, is_plain: bool = False) -> Tensor:
-    """Compute :func:`swiglu` of arguments that fit, as those from projections do: nothing is checked.
+def apply_unit(unit: GatedUnit, gate: Tensor, up: Tensor | None = None, is_plain: bool = False) -> Tensor:
+    """Compute a gated unit of arguments that fit, as those from projections do: nothing is checked.
 
     ``is_plain`` says what else would be asked: the tensors are no DTensors, and torch transforms nothing.
     """
     if up is None:
-        if _is_fused(gate, is_plain) and (not _needs_grad(gate) or is_aligned(gate.shape[-1] // 2, gate.dtype)):
-            return torch.ops.npu.npu_swiglu(gate, -1)
+        if _is_fused(gate, unit.wants_alignment, is_plain):
+            return unit.launch(gate)
         gate, up = gate.chunk(2, -1)
-    elif _is_worth_joining(gate, up) and is_aligned(gate.shape[-1], gate.dtype):
-        return torch.ops.npu.npu_swiglu(torch.cat((gate, up), -1), -1)
-    return F.silu(gate) * up
+    elif _is_worth_joining(gate, up, unit.wants_alignment):
+        return unit.launch(torch.cat((gate, up), -1))
+    return unit.in_torch(gate, up)
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
@@ -75,27 +74,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> 
     _check("geglu", gate, up)
     if approximate not in ("none", "tanh"):
         raise ValueError(f'geglu: approximate must be "none" or "tanh", got {approximate!r}')
-    return geglu_of(gate, up) if approximate == "tanh" else exact_geglu_of(gate, up)
-
-
-def geglu_of(gate: Tensor, up: Tensor | None = None, is_plain: bool = False) -> Tensor:
-    """Compute :func:`geglu` of arguments that fit, with ``is_plain`` as in :func:`swiglu_of`: nothing is checked."""
-    return _geglu(gate, up, is_plain, is_exact=False)
-
-
-def exact_geglu_of(gate: Tensor, up: Tensor | None = None, is_plain: bool = False) -> Tensor:
-    """Compute what :func:`geglu_of` does, with GELU itself."""
-    return _geglu(gate, up, is_plain, is_exact=True)
-
-
-def _geglu(gate: Tensor, up: Tensor | None, is_plain: bool, is_exact: bool) -> Tensor:
-    if up is None:
-        if _is_fused(gate, is_plain):
-            return geglu_fused(gate, is_exact)
-        gate, up = gate.chunk(2, -1)
-    elif _is_worth_joining(gate, up):
-        return geglu_fused(torch.cat((gate, up), -1), is_exact)
-    return F.gelu(gate, approximate="none" if is_exact else "tanh") * up
+    return apply_unit(GEGLU if approximate == "tanh" else EXACT_GEGLU, gate, up)
 
 
 def clipped_swiglu(gate_up: Tensor, alpha: float = 1.702, limit: float = 7.0, interleaved: bool = True) -> Tensor:
@@ -119,8 +98,8 @@ def clipped_swiglu(gate_up: Tensor, alpha: float = 1.702, limit: float = 7.0, in
         TypeError: ``gate_up`` is not floating point.
     """
     _check("clipped_swiglu", gate_up, None)
-    is_differentiated = is_aligned(gate_up.shape[-1] // 2, gate_up.dtype) and has_clipped_gradient(alpha, limit)
-    if _is_fused(gate_up) and has_clipped_swiglu() and (is_differentiated or not _needs_grad(gate_up)):
+    is_differentiable = has_clipped_gradient(alpha, limit) or not _needs_grad(gate_up)
+    if _is_fused(gate_up) and has_clipped_swiglu() and is_differentiable:
         return clipped_swiglu_fused(gate_up, alpha, limit, 1.0, interleaved)
     return clipped_swiglu_in_torch(gate_up, alpha, limit, 1.0, interleaved)
 
@@ -144,27 +123,23 @@ def clamped_swiglu(gate: Tensor, up: Tensor | None = None, limit: float = 10.0) 
         TypeError: an argument is not floating point.
     """
     _check("clamped_swiglu", gate, up)
-    return clamped_swiglu_of(gate, up, limit)
+    return apply_clamped_swiglu(gate, up, limit)
 
 
-def clamped_swiglu_of(gate: Tensor, up: Tensor | None, limit: float, is_plain: bool = False) -> Tensor:
-    """Compute ``silu(min(gate, limit)) * clamp(up, -limit, limit)`` of arguments that fit, as DeepSeek-V4 does.
-
-    Gate and up are one tensor, two or joined as for :func:`swiglu_of`, and nothing is checked.
-    """
+def apply_clamped_swiglu(gate: Tensor, up: Tensor | None, limit: float) -> Tensor:
+    """Compute :func:`clamped_swiglu` of arguments that fit, in one tensor, two or joined: nothing is checked."""
     if up is None:
-        if _is_fused(gate, is_plain) and (not _needs_grad(gate) or is_aligned(gate.shape[-1] // 2, gate.dtype)):
-            return clamped_swiglu_fused(gate, limit)
+        if _is_fused(gate):
+            return clipped_swiglu_fused(gate, 1.0, limit)
         gate, up = gate.chunk(2, -1)
-    elif _is_worth_joining(gate, up) and is_aligned(gate.shape[-1], gate.dtype):
-        return clamped_swiglu_fused(torch.cat((gate, up), -1), limit)
-    return clamped_in_torch(gate, up, limit)
+    elif _is_worth_joining(gate, up):
+        return clipped_swiglu_fused(torch.cat((gate, up), -1), 1.0, limit)
+    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
 def takes_scaled(x: Tensor) -> bool:
     """Tell whether ``npu_clipped_swiglu``, and ``npu_swiglu_backward`` if it is trained, take what a product gives."""
-    aligned = not _needs_grad(x) or is_aligned(x.shape[-1] // 2, x.dtype)
-    return aligned and _is_fused(x, is_plain=True) and has_clipped_swiglu()
+    return _is_fused(x, is_plain=True) and has_clipped_swiglu()
 
 
 def is_fused_dtype(dtype: torch.dtype) -> bool:
@@ -177,27 +152,35 @@ def is_aligned(size: int, dtype: torch.dtype) -> bool:
     return size * dtype.itemsize % _ALIGNMENT == 0
 
 
-def _is_fused(x: Tensor, is_plain: bool = False) -> bool:
-    """Tell whether the operators take a tensor (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu.
+def _is_fused(gate_up: Tensor, wants_alignment: bool = True, is_plain: bool = False) -> bool:
+    """Tell whether the operators take gate and up in one tensor, for a gradient too if one is asked for.
 
-    What torch.func or forward-mode derivatives transform is left to torch, which has the rules for it.
+    That is what they take on Atlas A2 and A3: op-plugin, docs/zh/custom_APIs/torch_npu. What torch.func or forward-mode
+    derivatives transform is left to torch, which has the rules for it.
     """
+    is_trained = torch.is_grad_enabled() and gate_up.requires_grad
     return (
-        x.device.type == "npu"
-        and x.dtype in _FUSED_DTYPES
-        and x.numel() > 0
-        and x.is_contiguous()
-        and (is_plain or not (is_distributed(x) or is_transformed()))
+        gate_up.device.type == "npu"
+        and gate_up.dtype in _FUSED_DTYPES
+        and gate_up.numel() > 0
+        and gate_up.is_contiguous()
+        and (is_plain or not (is_distributed(gate_up) or is_transformed()))
+        and not (is_trained and wants_alignment and not is_aligned(gate_up.shape[-1] // 2, gate_up.dtype))
     )
 
 
-def _is_worth_joining(gate: Tensor, up: Tensor) -> bool:
+def _is_worth_joining(gate: Tensor, up: Tensor, wants_alignment: bool = True) -> bool:
     """Tell whether gate and up are to be joined for one launch.
 
     In tensors of the size of ``gate`` that move: joined 7 forward and 5 backward, apart 5 and 9. Three launches instead
     of five, and two tensors saved instead of three.
     """
-    return _is_fused(gate) and gate.dtype == up.dtype and _needs_grad(gate, up)
+    return (
+        _is_fused(gate, wants_alignment=False)
+        and gate.dtype == up.dtype
+        and _needs_grad(gate, up)
+        and (not wants_alignment or is_aligned(gate.shape[-1], gate.dtype))
+    )
 
 
 def _needs_grad(*tensors: Tensor) -> bool:

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from .computing import (
-    GELU,
-    GELU_TANH,
-    SILU,
-    activated,
-    activated_halves,
-    activated_product,
-    clamped,
-    computed,
-    dropped,
-    drops,
-    halved,
-    scaled,
-    unit_of,
+from ._common.module_checks import has_hooks
+from .mlp_forward import (
+    activate,
+    clamped_intermediate_states,
+    find_unit,
+    fused_mlp_forward,
+    intermediate_states,
+    mlp_forward,
+    scaled_intermediate_states,
 )
+from .operators import EXACT_GEGLU, GEGLU, SWIGLU
 from .packing import projections
 
 
@@ -42,42 +39,42 @@ class SwiGLUMLP(_Layer):
     """
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return computed(self, SILU, hidden_states)
+        return mlp_forward(self, hidden_states, SWIGLU)
 
 
 class GeGLUMLP(_Layer):
     """Computes ``down(gelu_tanh(gate(x)) * up(x))``, as Gemma does. What is said of :class:`SwiGLUMLP` holds."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return computed(self, GELU_TANH, hidden_states)
+        return mlp_forward(self, hidden_states, GEGLU)
 
 
 class ExactGeGLUMLP(_Layer):
     """Computes ``down(gelu(gate(x)) * up(x))``, as Pixtral does. What is said of :class:`SwiGLUMLP` holds."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return computed(self, GELU, hidden_states)
+        return mlp_forward(self, hidden_states, EXACT_GEGLU)
 
 
 class FusedSwiGLUMLP(_Layer):
     """Computes ``down(silu(gate) * up)`` with ``gate, up = gate_up(x).chunk(2, -1)``, as Phi-3 and GLM-4 do."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return halved(self, SILU, hidden_states)
+        return fused_mlp_forward(self, hidden_states, SWIGLU)
 
 
 class FusedGeGLUMLP(_Layer):
     """Computes ``down(gelu_tanh(gate) * up)`` with ``gate, up = gate_up(x).chunk(2, -1)``."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return halved(self, GELU_TANH, hidden_states)
+        return fused_mlp_forward(self, hidden_states, GEGLU)
 
 
 class FusedExactGeGLUMLP(_Layer):
     """Computes ``down(gelu(gate) * up)`` with ``gate, up = gate_up(x).chunk(2, -1)``."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return halved(self, GELU, hidden_states)
+        return fused_mlp_forward(self, hidden_states, EXACT_GEGLU)
 
 
 class ClampedSwiGLUMLP(_Layer):
@@ -86,14 +83,14 @@ class ClampedSwiGLUMLP(_Layer):
     def forward(self, hidden_states: Tensor) -> Tensor:
         members = self.__dict__
         limit = members["limit"] if "limit" in members else members["swiglu_limit"]
-        return projections(self)[2](clamped(self, limit, hidden_states))
+        return projections(self)[2](clamped_intermediate_states(self, limit, hidden_states))
 
 
 class ScaledSwiGLUMLP(_Layer):
     """Computes ``down(silu(gate(x) * gate_multiplier) * up(x)) * down_multiplier``, as Falcon-H1 does."""
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden_states, factor = scaled(self, self.gate_multiplier, x)
+        hidden_states, factor = scaled_intermediate_states(self, self.gate_multiplier, x)
         down = projections(self)[2]
         if factor != 1 and getattr(down, "bias", None) is not None:
             hidden_states, factor = hidden_states * factor, 1.0
@@ -108,12 +105,12 @@ class DropoutMLP(_Layer):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         down, dropout = projections(self)[2], self._modules["dropout"]
-        dtype = _dtype_of(down) if "wi_0" in self._modules else None
-        if not drops(dropout) and (dtype is None or dtype == hidden_states.dtype):
-            unit = unit_of(self)
+        dtype = _weight_dtype(down) if "wi_0" in self._modules else None
+        if not _has_to_be_called(dropout) and (dtype is None or dtype == hidden_states.dtype):
+            unit = find_unit(self)
             if unit is not None:
-                return computed(self, unit, hidden_states)
-        hidden_states = dropout(activated(self, hidden_states))
+                return mlp_forward(self, hidden_states, unit)
+        hidden_states = dropout(intermediate_states(self, hidden_states))
         if dtype is not None and hidden_states.dtype != dtype:
             hidden_states = hidden_states.to(dtype)
         return down(hidden_states)
@@ -123,28 +120,29 @@ class FusedDropoutMLP(_Layer):
     """Computes ``Wo(drop(act(gate) * up))`` with ``gate, up = Wi(x).chunk(2, -1)``, as ModernBERT does."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.Wo(self.drop(activated_halves(self, hidden_states)))
+        return self.Wo(self.drop(activate(self, self.Wi(hidden_states))))
 
 
 class DroppedMLP(_Layer):
     """Computes ``dropout(down(act(gate(x)) * up(x)))``, as Seed-OSS does."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return dropped(_with_its_unit(self, x), self.residual_dropout, self.training)
+        y, p = mlp_forward(self, x, find_unit(self)), self.residual_dropout
+        return F.dropout(y, p) if self.training and p else y
 
 
 class GloballyScaledMLP(_Layer):
     """Computes ``down(act(gate(x)) * up(x)) * global_scale``, as Inkling does."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return _with_its_unit(self, hidden_states) * self.global_scale
+        return mlp_forward(self, hidden_states, find_unit(self)) * self.global_scale
 
 
 class NormedMLP(_Layer):
     """Computes ``down(ffn_sub_norm(act(gate(x)) * up(x)))``, as BitNet does."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.ffn_sub_norm(activated(self, x)))
+        return self.down_proj(self.ffn_sub_norm(intermediate_states(self, x)))
 
 
 class FusedMLPByLayer(_Layer):
@@ -152,7 +150,7 @@ class FusedMLPByLayer(_Layer):
 
     def forward(self, hidden_states: Tensor, layer_idx: int | None = None) -> Tensor:
         which = () if layer_idx is None else (layer_idx,)
-        return self.fc2(activated_product(self, self.fc1(hidden_states, *which)), *which)
+        return self.fc2(activate(self, self.fc1(hidden_states, *which)), *which)
 
 
 class FusedAdaptedMLP(_Layer):
@@ -161,23 +159,20 @@ class FusedAdaptedMLP(_Layer):
     def forward(self, hidden_state: Tensor, layer_idx: int | None = None) -> Tensor:
         adapter = self.gate_up_proj_adapter_list[self.layer_dic[layer_idx]]
         gate_up = self.gate_up_proj(hidden_state) + adapter(hidden_state)
-        return self.down_proj(activated_product(self, gate_up))
+        return self.down_proj(activate(self, gate_up))
 
 
-def _dtype_of(linear: nn.Module) -> torch.dtype | None:
+def _has_to_be_called(dropout: nn.Module) -> bool:
+    """Tell whether a dropout changes something now, is of another class, or has hooks."""
+    return type(dropout) is not nn.Dropout or (dropout.training and dropout.p > 0) or has_hooks(dropout)
+
+
+def _weight_dtype(linear: nn.Module) -> torch.dtype | None:
     """Return the dtype of a weight if it is a floating one. One that is parametrized is not computed for that."""
-    for held in (linear._parameters, linear._buffers, linear.__dict__):
-        if "weight" in held:
-            weight = held["weight"]
+    for members in (linear._parameters, linear._buffers, linear.__dict__):
+        if "weight" in members:
+            weight = members["weight"]
             break
     else:
-        weight = next(linear.parameters(), None)  # what it is computed from
+        weight = next(linear.parameters(), None)  # the first of those that it is computed from
     return weight.dtype if weight is not None and weight.is_floating_point() else None
-
-
-def _with_its_unit(mlp: nn.Module, x: Tensor) -> Tensor:
-    """Compute ``down(act(gate(x)) * up(x))`` with the activation that an MLP has now."""
-    unit = unit_of(mlp)
-    if unit is not None:
-        return computed(mlp, unit, x)
-    return projections(mlp)[2](activated(mlp, x))

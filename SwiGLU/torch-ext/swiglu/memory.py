@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-_ALONE = 2  # a parameter, and the object that asks
+_OWN_HOLDERS = 2  # of a storage: the parameter, and the object that asks
 
 
 def immovable(parameter: Tensor) -> str | None:
@@ -18,7 +18,7 @@ def immovable(parameter: Tensor) -> str | None:
         return "a weight is empty here"
     if storage.nbytes() != parameter.nbytes:
         return "a weight is part of a larger storage"
-    if type(parameter) is not FakeTensor and _holders(storage) > _ALONE:
+    if type(parameter) is not FakeTensor and _holders(storage) > _OWN_HOLDERS:
         return "somebody else also holds a weight, such as a state dict or a graph of autograd"
     return None
 
@@ -29,7 +29,7 @@ def _holders(storage: torch.UntypedStorage) -> int:
     return int(native._storage_Use_Count(storage._cdata))
 
 
-def neighbours_in(both: Tensor) -> tuple[Tensor, Tensor]:
+def adjacent_halves(both: Tensor) -> tuple[Tensor, Tensor]:
     """Return the halves of a new tensor ``[2·I, ...]`` as tensors with storages of their own in its memory.
 
     The memory is freed when both are gone. Releases of torch_npu without DLPack, by their wheels 2.6.0, 2.7.1 and 2.8.0
@@ -48,6 +48,5 @@ def _with_own_storage(part: Tensor) -> Tensor:
         storage = native._construct_storage_from_data_pointer(part.data_ptr(), part.device, part.nbytes)
         storage._memory = part.untyped_storage()  # an attribute lives as long as the storage, whoever holds it
     form = {"dtype": part.dtype, "size": tuple(part.shape), "stride": part.stride(), "storage_offset": 0}
-    return native._construct_NPU_Tensor_From_Storage_And_Metadata(
-        form, storage
-    )  # says of the storage how it is laid out
+    # which tells the storage how it is laid out, too
+    return native._construct_NPU_Tensor_From_Storage_And_Metadata(form, storage)

@@ -10,13 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ._common.clipped import clipped_swiglu_gradient, clipped_swiglu_in_torch, launch_clipped_swiglu
+from ._common.clipped import (
+    clipped_swiglu_gradient,
+    clipped_swiglu_in_torch,
+    has_clipped_swiglu,
+    launch_clipped_swiglu,
+)
 from ._common.derivatives import by_formula, gradients
 from ._common.second_order import let_differentiate
 
 _NAMESPACE = __name__.partition(".")[0]
 _ERF = 0
 _TANH, _ACTIVATE_LEFT = 1, True  # torch_npu's defaults are tanh and the right half
+NO_LIMIT = torch.finfo(torch.float32).max  # of the clipped SwiGLU
 
 
 # npu_geglu has a derivative, but the meta kernel of npu_geglu_grad raises in every release up to 2.14, so that it fails
@@ -32,65 +38,34 @@ def _(grad: Tensor, x: Tensor, gelu: Tensor, approximate: int) -> Tensor:
 
 
 class GatedUnit(NamedTuple):
-    """Holds the operators of a gated linear unit, which takes ``[..., 2·I]`` and gives ``[..., I]``.
+    """Holds the operators of a gated linear unit, which takes ``[..., 2·I]``, the gate first, and gives ``[..., I]``.
 
     Attributes:
-        forward: computes the value, and what ``backward`` wants besides.
+        launch: computes the value in one launch, differentiable.
+        forward: computes the value, and what ``backward`` wants besides, without a gradient.
         backward: computes the gradient from that of the value, the input, and the rest of what ``forward`` gave.
         backward_wants_forward: whether there is such a rest.
+        wants_alignment: whether ``backward`` takes no halves but those of a multiple of 64 bytes.
         activation: what the gate goes through before it is multiplied with up.
-        activations: the classes that were met, formulas of torch's GELU, or forwards of one object, each with the
-            forward by which it computes that, or None.
+        recognised: classes of activations, formulas of torch's GELU, or forwards of one object, each with the forward
+            by which it has the values of ``activation``, or None.
     """
 
+    launch: Callable[[Tensor], Tensor]
     forward: Callable[[Tensor], tuple[Tensor, ...]]
     backward: Callable[..., Tensor]
     backward_wants_forward: bool
+    wants_alignment: bool
     activation: Callable[[Tensor], Tensor]
-    activations: dict[type | str | Callable, Callable | None]
+    recognised: dict[type | str | Callable, Callable | None]
 
     def in_torch(self, gate: Tensor, up: Tensor) -> Tensor:
         """Compute the value of gate and up, ``[..., I]`` each, differentiable as often as one likes."""
         return self.activation(gate) * up
 
 
-SWIGLU = GatedUnit(
-    lambda x: (torch.ops.npu.npu_swiglu(x, -1),),
-    lambda grad, x: torch.ops.npu.npu_swiglu_backward(grad, x, -1),
-    backward_wants_forward=False,
-    activation=F.silu,
-    activations={nn.SiLU: nn.SiLU.forward},
-)
-GEGLU = GatedUnit(
-    lambda x: torch.ops.npu.npu_geglu(x, -1, _TANH, _ACTIVATE_LEFT),
-    lambda grad, x, gelu: _geglu_grad(grad, x, gelu, _TANH),
-    backward_wants_forward=True,
-    activation=partial(F.gelu, approximate="tanh"),
-    activations={},
-)
-EXACT_GEGLU = GatedUnit(
-    lambda x: torch.ops.npu.npu_geglu(x, -1, _ERF, _ACTIVATE_LEFT),
-    lambda grad, x, gelu: _geglu_grad(grad, x, gelu, _ERF),
-    backward_wants_forward=True,
-    activation=F.gelu,
-    activations={},
-)
-
-
-def register_derivative_of_swiglu() -> None:
-    """Let the gradient of ``npu_swiglu`` be differentiated, where torch_npu is there."""
-    if hasattr(torch.ops.npu, "npu_swiglu_backward"):
-        let_differentiate(torch.ops.npu.npu_swiglu_backward.default, 0, _swiglu_gradient_in_torch)
-
-
-def _swiglu_gradient_in_torch(grad: Tensor, x: Tensor, dim: int = -1) -> Tensor:
-    """Compute what ``npu_swiglu_backward`` does."""
-
-    def swiglu(x: Tensor) -> Tensor:
-        gate, up = x.float().chunk(2, dim)
-        return F.silu(gate) * up
-
-    return gradients(swiglu, (x,), (True,), grad)[0]  # type: ignore[return-value]
+def _launch_swiglu(gate_up: Tensor) -> Tensor:
+    return torch.ops.npu.npu_swiglu(gate_up, -1)
 
 
 class _GeGLU(torch.autograd.Function):
@@ -112,33 +87,101 @@ class _GeGLU(torch.autograd.Function):
         return unit.backward(grad.contiguous(), x, gelu), None
 
 
-def geglu_fused(x: Tensor, is_exact: bool = False) -> Tensor:
-    """Compute ``gelu(x[..., :I]) * x[..., I:]`` in one launch, differentiable: ``[..., 2·I]`` to ``[..., I]``."""
+def _launch_geglu(x: Tensor, is_exact: bool = False) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         return _GeGLU.apply(x, is_exact)
     return (EXACT_GEGLU if is_exact else GEGLU).forward(x)[0]
 
 
+SWIGLU = GatedUnit(
+    _launch_swiglu,
+    lambda x: (torch.ops.npu.npu_swiglu(x, -1),),
+    lambda grad, x: torch.ops.npu.npu_swiglu_backward(grad, x, -1),
+    backward_wants_forward=False,
+    wants_alignment=True,
+    activation=F.silu,
+    recognised={nn.SiLU: nn.SiLU.forward},
+)
+GEGLU = GatedUnit(
+    _launch_geglu,
+    lambda x: torch.ops.npu.npu_geglu(x, -1, _TANH, _ACTIVATE_LEFT),
+    lambda grad, x, gelu: _geglu_grad(grad, x, gelu, _TANH),
+    backward_wants_forward=True,
+    wants_alignment=False,
+    activation=partial(F.gelu, approximate="tanh"),
+    recognised={},
+)
+EXACT_GEGLU = GatedUnit(
+    partial(_launch_geglu, is_exact=True),
+    lambda x: torch.ops.npu.npu_geglu(x, -1, _ERF, _ACTIVATE_LEFT),
+    lambda grad, x, gelu: _geglu_grad(grad, x, gelu, _ERF),
+    backward_wants_forward=True,
+    wants_alignment=False,
+    activation=F.gelu,
+    recognised={},
+)
+
+
+def register_derivative_of_swiglu() -> None:
+    """Let the gradient of ``npu_swiglu`` be differentiated, where torch_npu is there."""
+    if hasattr(torch.ops.npu, "npu_swiglu_backward"):
+        let_differentiate(torch.ops.npu.npu_swiglu_backward.default, 0, _swiglu_gradient_in_torch)
+
+
+def _swiglu_gradient_in_torch(grad: Tensor, x: Tensor, dim: int = -1) -> Tensor:
+    """Compute what ``npu_swiglu_backward`` does."""
+    found = gradients(lambda x: SWIGLU.in_torch(*x.float().chunk(2, dim)), (x,), (True,), grad)
+    return found[0]  # type: ignore[return-value]
+
+
 class _ClippedSwiGLU(torch.autograd.Function):
-    """Launches the clipped SwiGLU, whose operator has no derivative."""
+    """Launches the clipped SwiGLU, whose operator has no derivative, and keeps its argument."""
 
     @staticmethod
     def forward(ctx, gate_up: Tensor, *options: float | bool) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.options = options
-        return launch_clipped_swiglu(gate_up, *options)
+        return _launch_clipped(gate_up, *options)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         (gate_up,) = ctx.saved_tensors
+        alpha, limit, *_ = ctx.options
         if by_formula(grad):
             found = gradients(lambda x: clipped_swiglu_in_torch(x.float(), *ctx.options), (gate_up,), (True,), grad)[0]
-            return found, None, None, None, None
-        return clipped_swiglu_gradient(grad, gate_up, *ctx.options), None, None, None, None
+        elif limit == NO_LIMIT:
+            found = _scaled_gradient(grad, gate_up, alpha)
+        else:
+            found = clipped_swiglu_gradient(grad, gate_up, *ctx.options)
+        return found, None, None, None, None
 
 
-def clipped_swiglu_fused(gate_up: Tensor, alpha: float, limit: float, offset: float, interleaved: bool) -> Tensor:
-    """Compute the clipped SwiGLU in one launch, differentiable: ``[..., 2·I]`` to ``[..., I]``."""
+def clipped_swiglu_fused(
+    gate_up: Tensor, alpha: float, limit: float, offset: float = 0.0, interleaved: bool = False
+) -> Tensor:
+    """Compute the clipped SwiGLU in one launch, differentiable: ``[..., 2·I]`` to ``[..., I]``.
+
+    With an ``alpha`` of 1 it is the SwiGLU of DeepSeek-V4, which every release of torch_npu has operators for.
+    """
     if torch.is_grad_enabled() and gate_up.requires_grad:
         return _ClippedSwiGLU.apply(gate_up, alpha, limit, offset, interleaved)
-    return launch_clipped_swiglu(gate_up, alpha, limit, offset, interleaved)
+    return _launch_clipped(gate_up, alpha, limit, offset, interleaved)
+
+
+def _launch_clipped(gate_up: Tensor, alpha: float, limit: float, offset: float, interleaved: bool) -> Tensor:
+    """Launch ``npu_clipped_swiglu``, or in releases without it ``npu_swiglu`` of what is clamped before."""
+    if has_clipped_swiglu():
+        return launch_clipped_swiglu(gate_up, alpha, limit, offset, interleaved)
+    assert (alpha, offset, interleaved) == (1, 0, False)
+    clamped = gate_up.clamp(max=limit)
+    clamped[..., clamped.shape[-1] // 2 :].clamp_(min=-limit)
+    return torch.ops.npu.npu_swiglu(clamped, -1)
+
+
+def _scaled_gradient(grad: Tensor, gate_up: Tensor, factor: float) -> Tensor:
+    """Return the gradient of ``gate · sigmoid(factor · gate) · up``: that of SwiGLU of a scaled gate, divided again."""
+    scaled, half = gate_up.clone(), gate_up.shape[-1] // 2
+    scaled[..., :half].mul_(factor)
+    found = torch.ops.npu.npu_swiglu_backward(grad.contiguous(), scaled, -1)
+    found[..., half:].div_(factor)
+    return found

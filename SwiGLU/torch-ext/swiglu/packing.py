@@ -14,35 +14,25 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules import linear
-from torch.nn.modules.module import (
-    _global_backward_hooks,
-    _global_backward_pre_hooks,
-    _global_forward_hooks,
-    _global_forward_pre_hooks,
-)
 
 from ._common.adjacent_storage import are_neighbours
+from ._common.module_checks import has_hooks
 from .activations import meet
-from .memory import immovable, neighbours_in
-from .projecting import project
+from .memory import adjacent_halves, immovable
+from .packed_projection import project
 
 __all__ = ["meet", "obstacle", "pack", "project", "projections", "separate"]
 
-THREE_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # gate, up, down
-OF_MLPS = (*THREE_PROJECTIONS, ("wi_0", "wi_1", "wo"))
+# gate, up, down
+MLP_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("wi_0", "wi_1", "wo"))
 # gate and up in one, down
+TWO_PROJECTIONS = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"), ("Wi", "Wo"), ("fc1", "fc2"))
 # torch's own: somebody may have put something in their places, before or since
 _CALL = nn.Module._wrapped_call_impl
 _FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) is vars(linear) else None
-TWO_PROJECTIONS = (
-    ("gate_up_proj", "down_proj"),
-    ("input_linear", "output_linear"),
-    ("Wi", "Wo"),
-    ("fc1", "fc2"),
-)
 
 
-def projections(mlp: nn.Module, names: tuple[tuple[str, ...], ...] = OF_MLPS) -> tuple[nn.Module, ...]:
+def projections(mlp: nn.Module, names: tuple[tuple[str, ...], ...] = MLP_PROJECTIONS) -> tuple[nn.Module, ...]:
     """Return the projections of an MLP by what they are for, whatever names it gives them.
 
     Args:
@@ -75,14 +65,13 @@ def pack(gate: nn.Module, up: nn.Module) -> str | None:
     Returns:
         What :func:`obstacle` says; None if it is done. Packing what is packed changes nothing.
     """
-    reason = obstacle(gate, up)
-    if reason is None:
-        for a, b in _apart(gate, up):
-            with torch.inference_mode(a.is_inference()):  # what is made in inference mode cannot be trained
-                both = torch.empty((2 * a.shape[0], *a.shape[1:]), dtype=a.dtype, device=a.device)
-                for parameter, place in zip((a, b), neighbours_in(both), strict=True):
-                    place.copy_(parameter.detach())
-                    parameter.data = place
+    pairs, reason = _movable_pairs(gate, up)
+    for a, b in pairs:
+        with torch.inference_mode(a.is_inference()):  # what is made in inference mode cannot be trained
+            both = torch.empty((2 * a.shape[0], *a.shape[1:]), dtype=a.dtype, device=a.device)
+            for parameter, place in zip((a, b), adjacent_halves(both), strict=True):
+                place.copy_(parameter.detach())
+                parameter.data = place
     return reason
 
 
@@ -95,11 +84,7 @@ def obstacle(gate: nn.Module, up: nn.Module) -> str | None:
         gate: a module, of whatever class.
         up: another one.
     """
-    reason = _unfit_pair(gate, up)
-    if reason is not None:
-        return reason
-    reasons = (immovable(parameter) for pair in _apart(gate, up) for parameter in pair)
-    return next(filter(None, reasons), None)
+    return _movable_pairs(gate, up)[1]
 
 
 def separate(gate: nn.Module, up: nn.Module) -> str | None:
@@ -109,13 +94,11 @@ def separate(gate: nn.Module, up: nn.Module) -> str | None:
         gate: a module, of whatever class.
         up: another one.
     """
-    reason = _unfit_pair(gate, up)
-    if reason is not None:
-        return reason
-    for a, b in _pairs(gate, up):
+    pairs, reason = _pairs(gate, up)
+    for a, b in pairs:
         if not are_neighbours(a, b):
             return "the weights do not lie side by side"
-    return None
+    return reason
 
 
 def unfit(module: nn.Module) -> str | None:
@@ -127,18 +110,7 @@ def unfit(module: nn.Module) -> str | None:
         return f"a projection is a {type(module).__module__}.{type(module).__name__}"
     if nn.Linear.forward is not _FORWARD or nn.Linear.__call__ is not _CALL:
         return "the forward of all linear layers was replaced"
-    members = vars(module)
-    if (
-        "forward" in members
-        or members["_forward_hooks"]
-        or members["_forward_pre_hooks"]
-        or members["_backward_hooks"]
-        or members["_backward_pre_hooks"]
-        or _global_forward_hooks
-        or _global_forward_pre_hooks
-        or _global_backward_hooks
-        or _global_backward_pre_hooks
-    ):
+    if "forward" in module.__dict__ or has_hooks(module):
         return "a projection has hooks, which one product would pass by"
     for parameter in module._parameters.values():
         if parameter is None:
@@ -153,29 +125,32 @@ def unfit(module: nn.Module) -> str | None:
     return None
 
 
-def _unfit_pair(gate: nn.Module, up: nn.Module) -> str | None:
-    """Say why two modules can never be one product, wherever their weights lie; None if they can."""
+def _movable_pairs(gate: nn.Module, up: nn.Module) -> tuple[list[tuple[Tensor, Tensor]], str | None]:
+    """Return the pairs of :func:`_pairs` that are no neighbours; none and why where one has to stay where it is."""
+    pairs, reason = _pairs(gate, up)
+    apart = [pair for pair in pairs if not are_neighbours(*pair)]
+    reasons = (immovable(parameter) for pair in apart for parameter in pair)
+    reason = reason or next(filter(None, reasons), None)
+    return ([], reason) if reason else (apart, None)
+
+
+def _pairs(gate: nn.Module, up: nn.Module) -> tuple[list[tuple[Tensor, Tensor]], str | None]:
+    """Pair the weights of two layers, and their biases if they have any.
+
+    None are returned, and the reason, where they can never be one product, wherever their weights lie.
+    """
     reason = unfit(gate) or unfit(up)
     if reason is not None:
-        return reason
-    if (gate._parameters["bias"] is None) != (up._parameters["bias"] is None):
-        return "only one projection has a bias"
-    for a, b in _pairs(gate, up):
-        device = a.device
-        if a.shape != b.shape or a.dtype != b.dtype or device != b.device:
-            return "the projections differ in size, dtype or device"
-        if device.type != "npu":
-            return "the weights are not on the NPU"
-    return None
-
-
-def _apart(gate: nn.Module, up: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Return the pairs that are no neighbours."""
-    return [(a, b) for a, b in _pairs(gate, up) if not are_neighbours(a, b)]
-
-
-def _pairs(gate: nn.Module, up: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Pair the weights of two layers, and their biases if they have any."""
+        return [], reason
     a, b = gate._parameters, up._parameters
-    weights = (a["weight"], b["weight"])
-    return [weights] if a["bias"] is None else [weights, (a["bias"], b["bias"])]
+    weights, biases = (a["weight"], b["weight"]), (a["bias"], b["bias"])
+    if (biases[0] is None) != (biases[1] is None):
+        return [], "only one projection has a bias"
+    pairs = [weights] if biases[0] is None else [weights, biases]
+    for first, second in pairs:
+        device = first.device
+        if first.shape != second.shape or first.dtype != second.dtype or device != second.device:
+            return [], "the projections differ in size, dtype or device"
+        if device.type != "npu":
+            return [], "the weights are not on the NPU"
+    return pairs, None

@@ -126,7 +126,7 @@ def revert(model: nn.Module) -> None:
 def since_swapped(module: nn.Module) -> str | None:
     """Return why the kernel of ours in a module's place no longer fits; None if it does, or there is none."""
     kernel = experts.serving_package(module)
-    if kernel is not None and not kernel.gates.is_current(module):
+    if kernel is not None and not kernel.expert_activation.is_current(module):
         return "its gate reads other values"
     layer = bound_layer(module)
     if layer is None:

@@ -195,13 +195,13 @@ def test_what_a_backward_needs_may_not_change_before_it(case: Case) -> None:
 
 
 def test_a_block_with_a_list_of_experts_has_the_originals_forward_where_something_is_transformed() -> None:
-    blocks = kernel("FusedMoE").blocks
+    expert_lists = kernel("FusedMoE").expert_lists
     block, x = list_blocks.bound(kernel("FusedMoE"), block_of(Qwen3MoeSparseMoeBlock)), torch.zeros(2, 32)
     x = x.to("npu")
-    assert blocks.experts_of(block, x, 2) is not None
+    assert expert_lists.fusable_experts(block, x, 2) is not None
     with forward_ad.dual_level():
-        assert blocks.experts_of(block, x, 2) is None
-    assert not vmap(lambda row: row + (blocks.experts_of(block, x, 2) is not None))(x).any()
+        assert expert_lists.fusable_experts(block, x, 2) is None
+    assert not vmap(lambda row: row + (expert_lists.fusable_experts(block, x, 2) is not None))(x).any()
 
 
 # attention in torch: that of torch_npu looks into storages, which torch.func has none of

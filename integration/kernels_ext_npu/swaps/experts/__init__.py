@@ -40,16 +40,16 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
         if (name := _BYPASSED.get(layer)) is not None:
             bypassed: Any = getattr(module, name)
             first = bypassed[0] if isinstance(bypassed, nn.ModuleList) else bypassed
-            package.blocks.remember_forward(bypassed, kernel_forward(first))
+            package.expert_lists.remember_forward(bypassed, kernel_forward(first))
     for module, kernel in serving.served(swapping.modules):
-        if not kernel.gates.is_current(module):
-            kernel.gates.forget(module)
-        kernel.gates.activation_of(module)
+        if not kernel.expert_activation.is_current(module):
+            kernel.expert_activation.forget(module)
+        kernel.expert_activation.recognised_activation(module)
 
 
 def revert(model: nn.Module) -> None:
     """Give a model the default back, and forget its gates."""
     for module, kernel in serving.served([*model.modules()]):
-        kernel.gates.forget(module)
+        kernel.expert_activation.forget(module)
     for module in filter(serving.is_experts, model.modules()):  # one config is that of many
         NPU_GROUPED_MM.take_out(module.config, implementation.DEFAULT)

@@ -49,10 +49,12 @@ def served(modules: Sequence[nn.Module]) -> list[tuple[Any, Any]]:
 def remark(module: nn.Module) -> str | None:
     """Return what is not as fast as it could be in experts, or in a block with a list of them, that are served."""
     if bound_layer(module) in WITH_LISTS and not awaits_weights():
-        reason = bound_package(module).blocks.unfit(module)
+        reason = bound_package(module).expert_lists.unfit(module)
         return reason and f"expert by expert, since {reason}"
     kernel = serving_package(module)
-    if kernel is None or isinstance(kernel.gates.activation_of(module), kernel.gates.Gate):
+    if kernel is None or isinstance(
+        kernel.expert_activation.recognised_activation(module), kernel.expert_activation.Gate
+    ):
         is_by_name = kernel_forward(module) is None and is_called_by_name(module)
         return f"called by its own forward, as {NPU_GROUPED_MM.name}" if is_by_name else None
     if has_hooks(getattr(module, "act_fn", None)):

@@ -1,0 +1,1 @@
+../../../torch-ext/fused_moe/experts/expert_layers.py

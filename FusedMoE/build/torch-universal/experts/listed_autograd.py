@@ -1,0 +1,1 @@
+../../../torch-ext/fused_moe/experts/listed_autograd.py

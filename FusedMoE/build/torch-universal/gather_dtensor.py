@@ -1,0 +1,1 @@
+../../torch-ext/fused_moe/gather_dtensor.py

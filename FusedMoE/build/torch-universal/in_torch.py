@@ -1,1 +1,0 @@
-../../torch-ext/fused_moe/in_torch.py

@@ -1,0 +1,1 @@
+../../../torch-ext/fused_moe/ops/__init__.py

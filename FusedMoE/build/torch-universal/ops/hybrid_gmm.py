@@ -1,0 +1,1 @@
+../../../torch-ext/fused_moe/ops/hybrid_gmm.py

@@ -1,1 +1,0 @@
-../../torch-ext/fused_moe/router_layers.py

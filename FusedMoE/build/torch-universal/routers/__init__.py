@@ -1,0 +1,1 @@
+../../../torch-ext/fused_moe/routers/__init__.py

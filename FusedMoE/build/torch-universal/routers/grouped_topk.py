@@ -1,0 +1,1 @@
+../../../torch-ext/fused_moe/routers/grouped_topk.py

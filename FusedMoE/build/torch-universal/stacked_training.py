@@ -1,1 +1,0 @@
-../../torch-ext/fused_moe/stacked_training.py

@@ -1,0 +1,1 @@
+../../../../common/module_checks.py

@@ -1,0 +1,1 @@
+../../torch-ext/swiglu/mlp_forward.py

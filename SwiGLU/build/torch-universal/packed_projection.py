@@ -1,0 +1,1 @@
+../../torch-ext/swiglu/packed_projection.py

@@ -1,1 +1,0 @@
-../../torch-ext/swiglu/scaled.py

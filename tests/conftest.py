@@ -1,6 +1,5 @@
 """What all tests share: no network, one thread a process, fresh processes where an import is tested, and what skips."""
 
-import functools
 import gc
 import os
 import shutil
@@ -9,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
@@ -134,20 +132,6 @@ def _without_accelerators() -> Iterator[None]:
     if state := sys.modules.get("accelerate.state"):
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()
-
-
-@functools.cache
-def _outside_tests(folder: str) -> ModuleType:
-    from kernels import get_local_kernel
-
-    (path,) = (each for each in ROOT.glob("*/build.toml") if each.parent.name.lower() == folder.replace("_", ""))
-    return get_local_kernel(path.parent)
-
-
-@pytest.fixture(scope="module")
-def kernel(request: pytest.FixtureRequest) -> ModuleType:
-    """The repository whose tests stand in the folder, as a user gets it: loaded by `kernels`."""
-    return _outside_tests(request.path.parent.name)
 
 
 @pytest.fixture

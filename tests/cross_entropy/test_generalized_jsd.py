@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.losses import IGNORED, assert_no_further, bends, draw, is_near, leaves, logits_of, products, wide
+from tests.cross_entropy.losses import (
+    IGNORED,
+    assert_no_further,
+    bends,
+    draw,
+    is_near,
+    leaves,
+    logits_of,
+    products,
+    wide,
+)
 
 BETAS = [0, 0.1, 0.5, 0.9, 1]
 reductions = st.sampled_from(["none", "sum", "batchmean"]).map(lambda name: {"reduction": name})

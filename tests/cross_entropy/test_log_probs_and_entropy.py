@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.losses import IGNORED, assert_no_further, bends, draw, is_near, leaves, logits_of, wide
+from tests.cross_entropy.losses import IGNORED, assert_no_further, bends, draw, is_near, leaves, logits_of, wide
 
 
 def both_of(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:

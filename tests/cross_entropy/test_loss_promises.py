@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import softnpu
-from tests.support.losses import draw, leaves, logits_of
+from tests.cross_entropy.losses import draw, leaves, logits_of
 from tests.support.memory import Largest
 
 TOKENS, WORDS, HIDDEN = 24, 96, 8

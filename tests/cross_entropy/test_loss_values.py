@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.support.losses import IGNORED, assert_no_further, draw, is_near, leaves, logits_of, loss_of, products, wide
+from tests.cross_entropy.losses import (
+    IGNORED,
+    assert_no_further,
+    draw,
+    is_near,
+    leaves,
+    logits_of,
+    loss_of,
+    products,
+    wide,
+)
 
 
 def back(loss: Tensor, grad: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.measuring.distance import tensors
-from tests.support.losses import draw, leaves
+from tests.cross_entropy.losses import draw, leaves
 
 WORDS = 151_936
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import softnpu
-from tests.support.losses import draw, leaves
+from tests.cross_entropy.losses import draw, leaves
 
 ROWS, WORDS, HIDDEN = 7, 9, 4
 WRONG = {2: WORDS, 4: -1, 5: 2**40}  # row -> label

@@ -9,8 +9,8 @@ from torch import nn
 
 import softnpu
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import DeepseekV3MoE, MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
+from tests.fused_moe.list_blocks import assert_close, bound, each_block, results
 from tests.support.expert_modules import block, block_inputs
-from tests.support.list_blocks import assert_close, bound, each_block, results
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

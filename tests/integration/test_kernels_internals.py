@@ -12,7 +12,7 @@ from kernels_ext_npu.doctor import probes
 from kernels_ext_npu.doctor.checks import libraries
 from kernels_ext_npu.doctor.findings import Verdict
 from kernels_ext_npu.doctor.observations import Outcome, run
-from tests.support import doctor_faults as faults
+from tests.integration.doctor import doctor_faults as faults
 from tests.support import zoo
 
 

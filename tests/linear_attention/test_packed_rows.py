@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import softnpu
 from kernels_ext_npu.selftest.functions.linear_attention import delta_rule
-from tests.support.delta_rule_inputs import draw
+from tests.linear_attention.delta_rule_inputs import draw
 
 FUNCTIONS = {False: "chunk_gated_delta_rule", True: "chunk_kda"}
 OPTIONS = {"use_qk_l2norm_in_kernel": True}

@@ -12,8 +12,8 @@ from torch import Tensor
 import softnpu
 from kernels_ext_npu.selftest.functions.linear_attention import delta_rule
 from tests.linear_attention import test_linear_recurrence, test_selective_scan
+from tests.linear_attention.delta_rule_inputs import draw
 from tests.linear_attention.test_linear_recurrence import results
-from tests.support.delta_rule_inputs import draw
 
 DELTA_RULE = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
 SCAN = {"delta_softplus": True, "return_last_state": True}

@@ -16,8 +16,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 import kernels_ext_npu
 import softnpu
 from kernels_ext_npu.swaps.attention import mla_absorb
+from tests.integration.swaps.attention.decoding_steps import KEYS, assert_same_steps, steps
 from tests.support.counted import counted
-from tests.support.decoding_steps import KEYS, assert_same_steps, steps
 from tests.support.nearness import assert_near
 from tests.support.sparse_models import made
 

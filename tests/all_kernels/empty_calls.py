@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels_ext_npu.selftest.functions import attention, experts, linear_layers, losses, norms, rotary
-from tests.support.differentiated import experts as all_experts
-from tests.support.differentiated import our_experts
+from tests.all_kernels.differentiated import experts as all_experts
+from tests.all_kernels.differentiated import our_experts
 
 H, WORDS = 32, 40
 # where sequences of queries and of keys end, and how many there are

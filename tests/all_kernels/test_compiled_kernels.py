@@ -15,7 +15,7 @@ from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.selftest import comparing, functions
 from kernels_ext_npu.selftest.cases import Function, Layer
 from kernels_ext_npu.selftest.layers.layer_cases import CASES
-from tests.support.differentiated import kernel
+from tests.support.local_kernels import kernel
 
 # two of modules that their cases make, which no graph does, and one that looks where weights lie before it
 OUTSIDE = ("experts_forward", "attention_forward", "lora_pair")

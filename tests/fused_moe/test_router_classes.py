@@ -11,10 +11,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 import softnpu
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.matching.lookup import find_pattern
+from tests.fused_moe.router_classes import by_expert, call, instance
 from tests.support import swapped as swapping
 from tests.support import transformers_files
 from tests.support.expert_modules import EXPERTS, HIDDEN
-from tests.support.router_classes import by_expert, call, instance
 
 pytestmark = pytest.mark.usefixtures("registered")
 NARROW = {"GroupedSoftmaxTopKRouterNarrow"}  # served in float32 only

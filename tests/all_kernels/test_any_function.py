@@ -16,7 +16,7 @@ import softnpu
 from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.selftest import comparing, functions
 from kernels_ext_npu.selftest.cases import Function
-from tests.support.differentiated import kernel
+from tests.support.local_kernels import kernel
 
 FUNCTIONS = {function.name: function for function in functions.FUNCTIONS if not function.at}
 # operators themselves, of one dtype and layout, and what computes nothing elsewhere

@@ -14,8 +14,8 @@ from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP
 from tests.support import swapped as swapping
-from tests.support.mlp_classes import ARGUMENTS, inputs, instance
 from tests.support.transformers_files import classes, differing
+from tests.swiglu.mlp_classes import ARGUMENTS, inputs, instance
 
 pytestmark = pytest.mark.usefixtures("registered")
 SILU_ONLY = ("ClampedSwiGLUMLP", "ScaledSwiGLUMLP")

@@ -15,7 +15,7 @@ from tests.support.swapped import assert_agree, assert_no_further, in_float64, m
 from tests.support.transformers_files import classes, differing
 
 pytestmark = pytest.mark.usefixtures("registered")
-TESTS = Path(__file__).resolve().parents[2]
+TESTS = Path(__file__).resolve().parents[1]
 CAST_LAST = "RMSNormGatedCastLast"
 REFUSED = UNSUPPORTED[NORMS.name].keys()
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.localhub import LocalHub
-from tests.support import names_first, real_device, whole_database
+from tests.support import names_first, npu_counts, real_device, whole_database
 from tests.support.forking import Forks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +43,7 @@ def write_into_memory() -> None:
 write_into_memory()
 torch.set_num_threads(1)
 gc.disable()  # until all tests are collected
-real_device.skip_what_counts()
+real_device.play_a_card_where_asked()
 
 
 def pytest_report_header() -> list[str]:
@@ -86,7 +86,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         directory: Path | None = None,
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:
-        real_device.skip_code_that_counts(code)
+        npu_counts.skip_code_on_a_card(code)
         command = [python, *(["-c", code] if code is not None else []), *arguments]
         result = subprocess.run(
             command, cwd=directory, env=_inherited() | environment, capture_output=True, text=True, timeout=300
@@ -110,7 +110,7 @@ def run_forked(_forks: Forks) -> Callable[..., subprocess.CompletedProcess[str]]
     def run(
         code: str | None = None, *arguments: str, check: bool = True, directory: Path | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        real_device.skip_code_that_counts(code)
+        npu_counts.skip_code_on_a_card(code)
         result = _forks.run(code, *arguments, directory=directory, given=environment, inherited=_inherited())
         return _checked(result, [code or "", *arguments]) if check else result
 
@@ -140,6 +140,13 @@ def registered() -> None:
     import kernels_ext_npu
 
     kernels_ext_npu.register()
+
+
+@pytest.fixture
+def npu_counters() -> Callable[[], dict[str, int]]:
+    """Begins to count anew what the software device does, and gives what reads the counts."""
+    npu_counts.reset()
+    return npu_counts.read
 
 
 @pytest.fixture

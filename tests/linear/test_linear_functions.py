@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import softnpu
 from kernels_ext_npu.measuring.costs import Cost
+from tests.support import npu_counts
 from tests.support.nearness import assert_near
 
 # of one rounding at the end, relative to the norm; a sum of gradients of x that are added one by one rounds three times
@@ -34,13 +34,13 @@ def exact(tensors: list[Tensor]) -> list[Tensor]:
 def test_several_layers_of_one_input_are_those_of_float64(kernel, dtype, biases, rows) -> None:
     tensors = drawn((2, rows, 16), *[(n, 16) for n in SIZES], *[(n,) for n in SIZES] * biases, dtype=dtype)
     leaves, truth = on_npu(tensors), exact(tensors)
-    softnpu.reset_counters()
+    npu_counts.reset()
     outputs = kernel.linears(leaves[0], leaves[1:4], leaves[4:] or None)
     expected = [F.linear(truth[0], w, b) for w, b in zip(truth[1:4], truth[4:] or [None] * 3)]
     grads = [torch.randn(y.shape).to(dtype) for y in outputs]
     torch.autograd.backward(outputs, [grad.npu() for grad in grads])
     torch.autograd.backward(expected, [grad.double() for grad in grads])
-    assert softnpu.counters()["npu_linear_backward"] == (1 if rows == 64 else 3)
+    assert npu_counts.read()["npu_linear_backward"] == (1 if rows == 64 else 3)
     for found, wanted in (*zip(outputs, expected), *((a.grad, b.grad) for a, b in zip(leaves, truth))):
         assert found.dtype == dtype
         assert_near(found, wanted, ROUNDING[dtype])

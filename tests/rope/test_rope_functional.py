@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import softnpu
 from kernels_ext_npu.measuring.costs import Cost
+from tests.support import npu_counts
 from tests.support.rounding import FLOAT32, ROUNDING, assert_rounded, launched
 
 
@@ -159,10 +159,10 @@ BAD_SHAPES = [
 @pytest.mark.parametrize(("name", "shapes", "message"), BAD_SHAPES)
 def test_bad_shapes_are_named_before_any_operator_runs(kernel: ModuleType, name, shapes, message) -> None:
     call = getattr(kernel, name, None) or getattr(kernel.layers, name)()
-    softnpu.reset_counters()
+    npu_counts.reset()
     with pytest.raises(ValueError, match=message):
         call(*(torch.ones(each, device="npu") if isinstance(each, tuple) else each for each in shapes))
-    ran = {name for name, count in softnpu.counters().items() if count}
+    ran = {name for name, count in npu_counts.read().items() if count}
     assert ran <= {"fill_", "ones", "ones.out", "stream_syncs"}  # the arguments themselves
 
 

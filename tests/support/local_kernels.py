@@ -18,5 +18,11 @@ def kernel(repository: str) -> ModuleType:
 
 
 def kernel_fixture(repository: str) -> Callable[[], ModuleType]:
-    """Make the fixture `kernel` for the conftest.py of a repository's tests: its package."""
-    return pytest.fixture(scope="session", name="kernel")(lambda: kernel(repository))
+    """Make the fixture of a conftest.py that gives a repository."""
+
+    @pytest.fixture(scope="session")
+    def fixture() -> ModuleType:
+        """The repository that is tested in this folder, as `kernels` loads it for a user."""
+        return kernel(repository)
+
+    return fixture

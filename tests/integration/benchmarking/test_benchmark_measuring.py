@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import softnpu
 from kernels_ext_npu.benchmarking import agreement, call_costs
 from kernels_ext_npu.measuring.distance import DisagreementError, Distance, distances
+from tests.support import npu_counts
 
 # --- counts
 
@@ -29,9 +29,9 @@ def test_a_loop_in_the_place_of_an_operator_is_counted_as_what_the_device_runs()
     """torch_npu has no kernel for grouped_mm: torch runs a product for each group."""
     offsets = torch.tensor([4, 4, 16], dtype=torch.int32, device="npu")
     rows, matrices = torch.ones(16, 32, device="npu"), torch.ones(3, 32, 8, device="npu")
-    softnpu.reset_counters()
+    npu_counts.reset()
     counted = call_costs.count(lambda: None, lambda _: torch.nn.functional.grouped_mm(rows, matrices, offs=offsets))
-    assert counted["launches"] == softnpu.counters()["mm"] == 3
+    assert counted["launches"] == npu_counts.read()["mm"] == 3
 
 
 def test_what_was_held_before_does_not_count() -> None:

@@ -13,9 +13,8 @@ from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu.binding import forward_binding
-from tests.support import zoo
+from tests.support import npu_counts, zoo
 from tests.support.served import kernelized
 
 SIZE = 32
@@ -127,9 +126,9 @@ def wrap(module: nn.Module, *ways) -> list:
 
 
 def launches(model: nn.Module, x: torch.Tensor) -> int:
-    softnpu.reset_counters()
+    npu_counts.reset()
     model(x)
-    return softnpu.counters().get("npu_rms_norm", 0)
+    return npu_counts.read().get("npu_rms_norm", 0)
 
 
 def rows(model: nn.Module) -> dict[str, tuple[bool, str | None]]:
@@ -184,9 +183,9 @@ def test_another_experts_implementation_gets_through_a_wrapper(registered) -> No
     kernels_ext_npu.kernelize(model)
     for name, products in (("eager", 0), ("npu_grouped_mm", 4)):
         model.set_experts_implementation(name)
-        softnpu.reset_counters()
+        npu_counts.reset()
         zoo.logits("qwen3_moe", model)
-        assert softnpu.counters().get("npu_grouped_matmul", 0) == products
+        assert npu_counts.read().get("npu_grouped_matmul", 0) == products
     assert seen == ["closure"] * 2
 
 
@@ -294,7 +293,7 @@ def test_a_model_that_keeps_its_kernels_keeps_its_wrappers_when_its_mode_changes
     kernels_ext_npu.kernelize(model)
     kernels_ext_npu.unregister()
     wrapper = model.model.norm.forward
-    softnpu.reset_counters()
+    npu_counts.reset()
     model.train().eval().model.norm(torch.ones(2, model.config.hidden_size, device="npu"))
     assert (model.model.norm.forward, seen) == (wrapper, ["closure"])
-    assert softnpu.counters()["npu_rms_norm"] == 1
+    assert npu_counts.read()["npu_rms_norm"] == 1

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticIndexedLayer, StaticLayer, StaticSlidingWindowLayer
 
-import softnpu
 from kernels_ext_npu.measuring.costs import Cost
+from tests.support import npu_counts
 
 ROOM = 6
 
@@ -81,9 +81,9 @@ def test_a_token_takes_few_launches_and_nothing_of_the_host(registered, windowed
     given = tokens(prompt, 0).npu()
     layer.update(given, given)
     keys, values = tokens(1, 1).npu(), tokens(1, 2).npu()
-    softnpu.reset_counters()
+    npu_counts.reset()
     layer.update(keys, values)
-    assert softnpu.counters() == launches | {"stream_syncs": 0, "device_to_host_copies": 0}
+    assert npu_counts.read() == launches | {"stream_syncs": 0, "device_to_host_copies": 0}
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -12,8 +12,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCach
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
 import kernels_ext_npu
-import softnpu
-from tests.support import zoo
+from tests.support import npu_counts, zoo
 from tests.support.nearness import assert_each_near
 
 OWN = Qwen3DecoderLayer.forward  # before any kernel is swapped in
@@ -46,9 +45,9 @@ def step(model: nn.Module, rows: int = 1, static: bool = False, padding: int = 0
         masks = [{"attention_mask": m.to(device)} if padding else {} for m in (mask[:, :10], mask)]
         places = torch.full((rows, 1), 10, device=device)
         model(ids, **given, **masks[0])
-        softnpu.reset_counters()
+        npu_counts.reset()
         logits = model(ids[:, :1], position_ids=places, **given, **masks[1]).logits
-        counted = softnpu.counters()
+        counted = npu_counts.read()
     return logits.cpu(), counted
 
 

@@ -6,10 +6,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu.matching.repeated_heads_scan import without_repeats
 from kernels_ext_npu.swaps import functions
-from tests.support import zoo
+from tests.support import npu_counts, zoo
 from tests.support.nearness import assert_gradients_near, assert_near, gradients
 from tests.support.served import kernelized
 
@@ -24,9 +23,9 @@ def mixers(model: PreTrainedModel) -> list[nn.Module]:
 
 def repeats(model: PreTrainedModel, name: str) -> int:
     """Count what is repeated in a forward and backward of a row."""
-    softnpu.reset_counters()
+    npu_counts.reset()
     zoo.logits(name, model, use_cache=False).square().mean().backward()
-    return softnpu.counters().get("repeat_interleave", 0)
+    return npu_counts.read().get("repeat_interleave", 0)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,9 +12,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu.transformers_internals import sdpa_drops_biases
-from tests.support import zoo
+from tests.support import npu_counts, zoo
 from tests.support.attention_models import BATCHES, build, on_npu
 from tests.support.launches import ATTENTION as LAUNCH
 from tests.support.launches import attention_launches as launches
@@ -75,9 +74,9 @@ def test_towers_give_lengths_and_take_one_launch_a_layer(registered) -> None:
     inputs = zoo.inputs("qwen2_5_vl", plain)
     with torch.no_grad():
         expected = plain(**inputs).logits
-        softnpu.reset_counters()
+        npu_counts.reset()
         found = model(**on_npu(inputs)).logits
-        assert softnpu.counters()[LAUNCH] == 4  # two layers of the tower, two of the language model
+        assert npu_counts.read()[LAUNCH] == 4  # two layers of the tower, two of the language model
         torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
         found = kernels_ext_npu.restore(model)(**on_npu(inputs)).logits  # its windows are calls of their own again
         torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
@@ -194,9 +193,9 @@ def test_the_host_waits_for_lengths_only_and_once_a_step(registered, name, batch
     if checkpointing:  # transformers 5.23 has another name for it
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     inputs = on_npu(BATCHES[batch]())
-    softnpu.reset_counters()
+    npu_counts.reset()
     model(**inputs, use_cache=False).logits.sum().backward()
-    assert softnpu.counters()["stream_syncs"] == waits
+    assert npu_counts.read()["stream_syncs"] == waits
 
 
 def test_positions_without_their_name_are_looked_at(registered) -> None:

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import kernels_ext_npu
-import softnpu
-from tests.support import served, zoo
+from tests.support import npu_counts, served, zoo
 from tests.support.nearness import assert_near
 
 NAME = "npu_grouped_mm"
@@ -24,9 +23,9 @@ def load(folder: Path, **options) -> nn.Module:
 
 def grouped_products(model: nn.Module) -> int:
     """How many of them a forward launches: two for each experts module that is served."""
-    softnpu.reset_counters()
+    npu_counts.reset()
     logits(model)
-    return softnpu.counters().get("npu_grouped_matmul", 0)
+    return npu_counts.read().get("npu_grouped_matmul", 0)
 
 
 rows = partial(served.rows, kind="experts")

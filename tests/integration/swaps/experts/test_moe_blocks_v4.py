@@ -9,7 +9,6 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import (
     DeepseekV2MoE,
     MixtralSparseMoeBlock,
@@ -17,6 +16,7 @@ from kernels_ext_npu.patterns.moe.moe_blocks_v4 import (
     Qwen3MoeSparseMoeBlock,
 )
 from tests.fused_moe.list_blocks import assert_close, each_block, results
+from tests.support import npu_counts
 from tests.support.expert_modules import block, block_inputs
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -38,9 +38,9 @@ def test_a_block_computes_what_it_did_and_restored_it_is_the_original_again(cls,
     original = nn.ModuleDict({"block": block(cls).train(mode == "training")})
     model = in_a_model(original["block"])
     assert (find_row(model).swapped, find_row(model).reason, find_row(model).kind) == (True, None, "experts")
-    softnpu.reset_counters()
+    npu_counts.reset()
     found = results(model["block"], block_inputs().npu())
-    counters = softnpu.counters()
+    counters = npu_counts.read()
     assert counters["stream_syncs"] == 0
     assert counters["npu_grouped_matmul"] == 6
     assert counters["npu_swiglu"] >= 1
@@ -52,9 +52,9 @@ def test_a_block_computes_what_it_did_and_restored_it_is_the_original_again(cls,
     for found in (*states, model.state_dict()):
         assert list(found) == list(original.state_dict())
         assert all(torch.equal(found[name].cpu(), value) for name, value in original.state_dict().items())
-    softnpu.reset_counters()
+    npu_counts.reset()
     found = results(model["block"], block_inputs().npu())
-    assert "npu_grouped_matmul" not in softnpu.counters()
+    assert "npu_grouped_matmul" not in npu_counts.read()
     assert_close(found, results(original["block"], block_inputs()))
 
 
@@ -90,9 +90,9 @@ def test_what_comes_after_the_swap_is_respected_and_reported(change, reason) -> 
     model = in_a_model(original)
     change(model["block"])
     assert (find_row(model).swapped, find_row(model).reason) == (True, f"expert by expert, since {reason}")
-    softnpu.reset_counters()
+    npu_counts.reset()
     found = results(model["block"], block_inputs().npu())
-    assert "npu_grouped_matmul" not in softnpu.counters()
+    assert "npu_grouped_matmul" not in npu_counts.read()
     expected = results(lora(original) if change is lora else original, block_inputs())
     assert_close(found, expected)
 

@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from tests.localhub import LocalHub
-from tests.support import names_first, npu_counts, real_device, whole_database
+from tests.softnpu import whole_database
+from tests.support import names_first, npu_counts, real_device
 from tests.support.forking import Forks
 
 ROOT = Path(__file__).resolve().parent.parent

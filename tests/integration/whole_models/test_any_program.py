@@ -66,7 +66,6 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     *(("linear attention", [(act, 1)]) for act in HOOKS),
     *((variant, [(act, 1) for act in acts]) for variant, acts in USUAL),
     *(("dense", [(act, 1)]) for act in SAVERS),
-    *((variant, [("call_an_mlp_without_rows", 1)]) for variant in ("dense", "gate and up in one projection")),
     ("dense", [("unregister", 1), ("train", 1)]),
     *(("dense", [(copied, 1), ("unregister", 1), ("train", 1)]) for copied in COPIES),
     ("dense", [("save_and_load_by_pretrained_with_kernels", 1), ("unregister", 1), ("train", 1)]),
@@ -81,8 +80,7 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     ("dense", [("name_our_attention", 1), ("pickle_it", 1), ("restore_a_part", 277)]),
     *(("dense", [("call_with_padding", number)]) for number in range(4)),
     *(
-        (variant, [(act, number)])
-        for act in ("call_layers_one_after_another", "write_between_layers", "save_hidden_states")
+        (variant, [("write_between_layers", number)])
         for variant in ("dense", "experts", "linear attention")
         for number in range(2)
     ),
@@ -138,7 +136,8 @@ FOUND: list[tuple[str, list[tuple[str, int]]]] = [
     ),
     (
         "GeGLU, norms around one",
-        [("add_an_adapter", 0), ("add_another_adapter", 0), ("kernelize", 0), ("replace_the_calls_of_a_class", 0)],
+        [("add_an_adapter", 0), ("add_or_delete_another_adapter", 0), ("kernelize", 0),
+         ("replace_the_calls_of_a_class", 0)],
     ),
     (
         "relative positions",  # without a scale of their scores gradients in bfloat16 are 2 to 230% from float64

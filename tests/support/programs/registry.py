@@ -38,20 +38,15 @@ class Act(NamedTuple):
 ACTS: dict[str, Act] = {}
 
 
-def always(side: Side) -> bool:
-    """Tell that an act makes sense whatever has happened."""
-    return True
-
-
 def acts(
-    applies: Callable[[Side], object] = always, *, computes: bool = False, is_ours: bool = False, **runs: Run
+    applies: Callable[[Side], object] = bool, *, computes: bool = False, is_ours: bool = False, **runs: Run
 ) -> None:
-    """Enter acts by their names."""
+    """Enter acts by their names; without a condition they make sense whatever has happened, since a side is true."""
     assert not runs.keys() & ACTS.keys()
     ACTS.update((name, Act(run, applies, computes, is_ours)) for name, run in runs.items())
 
 
-def act(applies: Callable[[Side], object] = always, **options: bool) -> Callable[[Run], Run]:
+def act(applies: Callable[[Side], object] = bool, **options: bool) -> Callable[[Run], Run]:
     """Enter a function among the acts."""
 
     def enter(run: Run) -> Run:

@@ -1,4 +1,9 @@
-"""Gradients computed by operators of torch, for who differentiates them again."""
+"""Who differentiates otherwise than by one backward: again, several at once, forward, or by torch.func.
+
+Operators of torch have rules for all of that. Those of torch_npu have none: tangents and derivatives of gradients would
+be lost without a word, and torch.func takes no node of autograd that is written in Python as ours are. So the same
+formula is computed in torch.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch._C import _functorch
+from torch.autograd import forward_ad
 
 
 def gradients(
@@ -50,6 +56,11 @@ def by_formula(*grads: Tensor | None) -> bool:
         if grad is not None and _functorch.is_legacy_batchedtensor(grad):
             return True
     return False
+
+
+def is_transformed() -> bool:
+    """Tell whether a transform of torch.func runs, or derivatives are computed forward."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _alias(tensor: Tensor | None) -> Tensor:

@@ -1,8 +1,8 @@
 """Build the variants in the tree of the kernel repositories: ``python scripts/build.py [RMSNorm ...] [--check]``.
 
 A variant holds the source of ``<Repository>/torch-ext``, a shim for loaders that look for a package named like the
-repository, and its ``metadata.json``. The same source gives the same bytes, on every machine. What the tree leaves out
-is made where it is needed: kernels_ext_npu/distribution/variants.py.
+repository, and its ``metadata.json``. In the tree ``torch-universal`` holds links to the source, and the others are
+links to it; what is published or packed is files: kernels_ext_npu/distribution/variants.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import ast
 import base64
 import hashlib
+import os
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -21,13 +22,12 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from kernels_ext_npu.distribution.variants import METADATA, NOARCH, names, renamed, repositories
-from kernels_ext_npu.distribution.variants import render as render_metadata
+from kernels_ext_npu.distribution import variants
+from kernels_ext_npu.distribution.variants import METADATA, NOARCH, UNIVERSAL, identity, names, repositories
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = "_common"  # in each package, a link to the folder of that name at the root
-# Of the strict variants the tree holds those for this CANN, which show what sets one apart. A copy of every file for
-# each of the others would hide in a review what has changed.
+# of the strict variants the tree holds those for this CANN
 _CANN_IN_TREE = "-cann82-"
 
 SHIM = '''"""For loaders that expect a package named like the repository: the same module under that name."""
@@ -54,12 +54,28 @@ def in_tree(root: Path = ROOT) -> tuple[str, ...]:
 
 def render(repository: Path, variants: Iterable[str]) -> dict[str, bytes]:
     """Return what the source of a repository gives: path below ``build``, which begins with a variant -> content."""
-    general = tomllib.loads((repository / "build.toml").read_text())["general"]
-    package = repository / "torch-ext" / general["name"].replace("-", "_")
+    package, general = _package(repository)
     source = {path: (package / path).read_bytes() for path in sources(package)}
     source[f"{repository.name}/__init__.py"] = SHIM.encode()
     files = source | {METADATA: _metadata(general, source)}
-    return {f"{name}/{path}": content for name in variants for path, content in renamed(files, name).items()}
+    return {f"{name}/{path}": content for name in variants for path, content in files.items()}
+
+
+def tree(repository: Path, root: Path = ROOT) -> dict[str, bytes | str]:
+    """Return what lies below ``<repository>/build`` in the tree: path -> content, or where it links to."""
+    package, _ = _package(repository)
+    folder = repository.resolve() / "build" / UNIVERSAL
+    linked = {
+        f"{UNIVERSAL}/{path}": os.path.relpath((package / path).resolve(), (folder / path).parent)
+        for path in sources(package)
+    }
+    others = {name: UNIVERSAL for name in in_tree(root) if name != UNIVERSAL}
+    return render(repository, [UNIVERSAL]) | linked | others
+
+
+def _package(repository: Path) -> tuple[Path, dict]:
+    general = tomllib.loads((repository / "build.toml").read_text())["general"]
+    return repository / "torch-ext" / general["name"].replace("-", "_"), general
 
 
 def sources(package: Path) -> list[str]:
@@ -87,33 +103,33 @@ def common_imports(path: Path) -> list[str]:
 
 def differences(repository: Path, root: Path = ROOT) -> list[str]:
     """Return how the build in the tree differs from what the source gives, a line a file; none where it is fresh."""
-    build, expected = repository / "build", render(repository, in_tree(root))
-    found = {
-        str(path.relative_to(build)): path.read_bytes()
-        for path in build.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
+    expected, found = tree(repository, root), _found(repository / "build")
     missing = [f"missing: {path}" for path in expected.keys() - found.keys()]
     extra = [f"not built from the source: {path}" for path in found.keys() - expected.keys()]
     changed = [f"differs: {path}" for path in expected.keys() & found.keys() if expected[path] != found[path]]
     return sorted(missing + extra + changed)
 
 
+def _found(build: Path) -> dict[str, bytes | str]:
+    paths = {str(path.relative_to(build)): path for path in build.rglob("*") if "__pycache__" not in path.parts}
+    links = {name: os.readlink(path) for name, path in paths.items() if path.is_symlink()}
+    return {name: path.read_bytes() for name, path in paths.items() if path.is_file()} | links
+
+
 def build(repository: Path, root: Path = ROOT) -> None:
     """Replace ``<repository>/build`` by the variants that the tree holds, all of it or nothing."""
     with tempfile.TemporaryDirectory(prefix=".build-", dir=repository) as folder:
         fresh = Path(folder) / "fresh"
-        for path, content in render(repository, in_tree(root)).items():
+        for path, content in tree(repository, root).items():
             target = fresh / path
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
+            target.symlink_to(content) if isinstance(content, str) else target.write_bytes(content)
         if (repository / "build").exists():
             (repository / "build").rename(Path(folder) / "old")
         fresh.rename(repository / "build")
 
 
 def _metadata(general: dict, source: dict[str, bytes]) -> bytes:
-    """Return the metadata of a variant that has no name yet, and so no id."""
     metadata = {
         "name": general["name"],
         "id": "",  # at its place
@@ -129,7 +145,7 @@ def _metadata(general: dict, source: dict[str, bytes]) -> bytes:
             },
         },
     }
-    return render_metadata(metadata)
+    return variants.render(metadata | {"id": identity(metadata)})
 
 
 def main(arguments: list[str] | None = None) -> int:

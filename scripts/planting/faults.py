@@ -36,12 +36,11 @@ class Fault:
         return f"{self.repository}/{self.file}: {self.what}"
 
     def paths(self, root: Path) -> list[Path]:
-        """Return where the file is in a tree: in the source, and in what is built of it."""
-        folders = (f"{self.repository}/build/{VARIANT}", f"{self.repository}/torch-ext")
-        return [path for folder in folders for path in root.glob(f"{folder}/**/{self.file}")]
+        """Return where the file is in a tree: in what is built, which a clone links to its source."""
+        return list(root.glob(f"{self.repository}/build/{VARIANT}/**/{self.file}"))
 
     def plant(self, root: Path) -> None:
-        """Write it into the copy of a tree, into the source and what is built of it where that is there.
+        """Write it into the copy of a tree.
 
         Raises:
             ValueError: there is no such file any more, or it does not have the line.

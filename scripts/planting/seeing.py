@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -27,9 +28,9 @@ class Copy:
         self.root, self.folder = root, folder
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True).stdout
         for name in filter(None, listed.decode().split("\0")):
-            if (root / name).is_file():
+            if os.path.lexists(root / name):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(root / name, folder / name)
+                shutil.copy2(root / name, folder / name, follow_symlinks=False)
 
     def seen(self, fault: Fault) -> str | None:
         """Plant a fault, and return the first test that fails, or None if none does; then take it out.
@@ -38,7 +39,7 @@ class Copy:
             ValueError: the line of the fault is not there any more.
             RuntimeError: pytest could not run the tests.
         """
-        before = {path: path.read_bytes() for path in (self.folder / fault.repository).glob(f"**/{fault.file}")}
+        before = {path: path.read_bytes() for path in fault.paths(self.folder)}
         try:
             fault.plant(self.folder)
             return self._first_failure(fault)

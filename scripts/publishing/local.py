@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kernels_ext_npu.distribution.variants import left_out, published_files, repositories
+from kernels_ext_npu.distribution.variants import all_variants, repositories
 from publishing.remote import RefusedError
 
 if sys.version_info >= (3, 11):
@@ -28,17 +28,13 @@ class Local:
     """A kernel repository, and the variants of it that were chosen.
 
     Attributes:
-        left_out: what the tree of a clone leaves out of `build`: path below it -> content.
+        built: all its variants: path below ``build`` -> content.
     """
 
     folder: Path
     general: dict[str, Any]
     variants: tuple[str, ...]
-    left_out: dict[str, bytes]
-
-    @property
-    def build(self) -> Path:
-        return self.folder / "build"
+    built: dict[str, bytes]
 
     @property
     def repo_id(self) -> str | None:
@@ -46,12 +42,7 @@ class Local:
 
     def files(self) -> dict[str, bytes]:
         """Return what the branch of the version gets: path in the repository -> content."""
-        tree = {
-            f"build/{variant}/{path.relative_to(self.build / variant).as_posix()}": path.read_bytes()
-            for variant in self.variants
-            for path in published_files(self.build / variant)
-        }
-        return tree | {f"build/{p}": content for p, content in self.left_out.items() if _variant(p) in self.variants}
+        return {f"build/{path}": content for path, content in self.built.items() if _variant(path) in self.variants}
 
     def card(self) -> dict[str, bytes]:
         """Return what the branch main gets."""
@@ -66,21 +57,19 @@ def find(repository: str, chosen: tuple[str, ...] = (), pruned: tuple[str, ...] 
 
     Raises:
         NoRepositoryError: there is none.
-        RefusedError: the variants that its tree leaves out cannot be made.
+        RefusedError: it was not built.
     """
     folder = next((path for path in (Path(repository), ROOT / repository) if (path / "build.toml").is_file()), None)
     if folder is None:
         known = ", ".join(path.name for path in repositories(ROOT))
         raise NoRepositoryError(f"no kernel repository called {repository}; there are {known}, or give a path to one")
-    build = folder / "build"
-    there = {path.name for path in build.iterdir() if path.name != "__pycache__"} if build.is_dir() else set()
     try:
-        made = left_out(folder)
+        built = all_variants(folder)
     except ValueError as error:
         raise RefusedError(str(error)) from error
-    there |= {_variant(path) for path in made}
     general = tomllib.loads((folder / "build.toml").read_text()).get("general", {})
-    return Local(folder.resolve(), general, chosen or tuple(sorted(there - set(pruned))), made)
+    there = {_variant(path) for path in built}
+    return Local(folder.resolve(), general, chosen or tuple(sorted(there - set(pruned))), built)
 
 
 def _variant(path: str) -> str:

@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, get_token
 from kernels._rust import Build, Metadata
 from kernels.variants import NoarchVariant, parse_variant
 
-from kernels_ext_npu.distribution.variants import METADATA, NOARCH, complete, is_bytecode
+from kernels_ext_npu.distribution.variants import METADATA, NOARCH, write
 from kernels_ext_npu.distribution.verification import Verified, verify_build
 from publishing import trial
 from publishing.local import CARD, Local
@@ -29,8 +29,7 @@ def violations(local: Local, version: int, pruned: tuple[str, ...] = (), load: b
     """
     with tempfile.TemporaryDirectory(prefix="kernels-ext-npu-") as folder:
         build = Path(folder) / "build"
-        if local.build.is_dir():
-            complete(local.folder, build)
+        write(local.built, build)
         found = [*_build_file(local), *_selection(local, build, pruned), *_card(local)]
         there = [variant for variant in local.variants if (build / variant).is_dir()]
         verified = [entry for entry in verify_build(build) if entry.variant in there] if there else []
@@ -70,12 +69,8 @@ def _variant(entry: Verified, version: int) -> Iterator[str]:
     if entry.version is not None and entry.version != version:
         yield f"{METADATA}: version {entry.version} on the branch v{version}: set it in build.toml, then make build"
     for path in sorted(entry.path.rglob("*")):
-        name = path.relative_to(entry.path)
-        if path.is_symlink():
-            yield f"{name}: a link; a repository holds the files themselves"
-        elif path.is_file() and is_bytecode(name):
-            yield f"{name}: bytecode: make build writes the folder without it"
-        elif path.suffix == ".py" and path.is_file():
+        if path.suffix == ".py" and path.is_file():
+            name = path.relative_to(entry.path)
             yield from (f"{name}:{problem}" for problem in _imports(path.read_bytes()))
 
 

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import HfApi, constants, file_download
 from rich.console import Console
 
-from kernels_ext_npu.distribution.variants import complete, repositories
+from kernels_ext_npu.distribution.variants import all_variants, repositories, write
 from publishing.remote import Patience
 from publishing.report import Report
 from publishing.run import Request, publish
@@ -24,16 +24,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the repositories of the project, of each the build with all variants."""
     root = tmp_path_factory.mktemp("whole")
     for repository in repositories(build.ROOT):
-        complete(repository, root / repository.name / "build")
+        write(all_variants(repository), root / repository.name / "build")
     return root
 
 
 @pytest.fixture
 def norm(tmp_path: Path) -> Path:
-    """A copy of one repository, in a folder that is like a clone."""
+    """A copy of one repository with its links, in a folder that is like a clone."""
     shutil.copy(build.ROOT / "variants.toml", tmp_path)
-    ignored = shutil.ignore_patterns("__pycache__")
-    return shutil.copytree(build.ROOT / "RMSNorm", tmp_path / "RMSNorm", ignore=ignored)
+    for name in ("common", "RMSNorm"):
+        shutil.copytree(build.ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "RMSNorm"
 
 
 @pytest.fixture

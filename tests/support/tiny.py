@@ -1,11 +1,12 @@
 """Make a kernel repository of few files, in a clone of its own, and read what a Hub holds of it."""
 
+import shutil
 import textwrap
 from pathlib import Path
 
 import build
 
-from kernels_ext_npu.distribution.variants import names
+from kernels_ext_npu.distribution.variants import names, write
 from tests.localhub import LocalHub
 
 REPO = "kernels-ext-npu/Tiny"
@@ -61,6 +62,8 @@ class Clone:
             "".join(f'{name} = {{ torch_npu = "2.8.0", cann = "8.2.RC1" }}\n' for name in strict)
         )
         build.build(self.repository, self.root)
+        shutil.rmtree(self.repository / "build")  # files in place of links, so that a test may change those of one
+        write(build.render(self.repository, build.in_tree(self.root)), self.repository / "build")
 
     def built(self) -> dict[str, bytes]:
         """Path on the Hub -> content."""

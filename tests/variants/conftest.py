@@ -16,7 +16,7 @@ from kernels import get_local_kernel
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
-from kernels_ext_npu.distribution.variants import complete
+from kernels_ext_npu.distribution.variants import all_variants, write
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -32,7 +32,7 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the repositories, each with all variants, as the package and the Hub hold them."""
     root = tmp_path_factory.mktemp("repositories")
     for name in REPOSITORIES:
-        complete(ROOT / name, root / name / "build")
+        write(all_variants(ROOT / name), root / name / "build")
     return root
 
 

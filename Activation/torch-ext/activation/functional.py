@@ -10,9 +10,8 @@ from torch.nn import functional as F
 
 from ._common.cann import CANN
 from ._common.captures import capturing
-from ._common.derivatives import gradients
+from ._common.derivatives import gradients, is_transformed
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # op-plugin, op_plugin_functions.yaml: npu_fast_gelu has op_api, as graphs want, from 7.3 on, of CANN 8.5. What has none

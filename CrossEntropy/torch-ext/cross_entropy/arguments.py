@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import pieces as pieces_of
 from ._common.autocast import autocast_dtype
-from ._common.functorch import is_transformed
+from ._common.derivatives import is_transformed
 from .objective import Objective
 
 

@@ -10,9 +10,8 @@ from . import in_torch
 from . import pieces as pieces_of
 from ._common.autocast import without_autocast
 from ._common.checkpoints import unseen_by_checkpoints
-from ._common.derivatives import by_formula, gradients
+from ._common.derivatives import by_formula, gradients, is_transformed
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 from .arguments import (
     as_autocast,
     check_head,

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import grouped_products, permutation
 from ._common.adjacent_storage import are_neighbours
+from ._common.derivatives import is_transformed
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 from .calls import is_replaced, is_watched, remember_forward
 from .gates import SWIGLU
 from .listed_products import HybridGmmFunction

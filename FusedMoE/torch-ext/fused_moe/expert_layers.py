@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from . import grouped_products, permutation
+from ._common.derivatives import is_transformed
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 from .blocks import is_silu
 from .calls import is_replaced, is_watched
 from .functional import fused_experts

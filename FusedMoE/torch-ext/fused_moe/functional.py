@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from . import grouped_products, permutation
+from ._common.derivatives import is_transformed
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 from .checks import check_experts, check_indices, check_product
 from .gates import SWIGLU, Activation, Gate, GateFunction
 from .grouped_products import GmmFunction

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ._common.cann import CANN
-from ._common.derivatives import by_formula, gradients
+from ._common.derivatives import by_formula, gradients, is_transformed
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 
 _ONE_SHAPE = CANN < (8, 3)  # op-plugin 7.1.0, docs/context/torch_npu-npu_moe_gating_top_k.md, which CANN 8.2 belongs to
 _MOST_EXPERTS = 2048

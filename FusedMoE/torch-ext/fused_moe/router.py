@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._common.derivatives import is_transformed
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MOST_CHOICES = 1024

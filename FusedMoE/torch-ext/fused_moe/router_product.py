@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._common import split_bf16
-from ._common.derivatives import gradients
+from ._common.derivatives import gradients, is_transformed
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 
 _NARROW = (torch.float16, torch.bfloat16)
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from . import adapted_together, dropped_together
 from ._common.adjacent_storage import are_neighbours
 from ._common.checkpoints import unseen_by_checkpoints
+from ._common.derivatives import is_transformed
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 from .adapted import AdaptedLinear, outputs_of
 from .adapted_pair import AdaptedPair, pair_of
 from .adapted_together import AdaptedLinears

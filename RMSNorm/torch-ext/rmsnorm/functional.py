@@ -7,9 +7,8 @@ from torch import Tensor
 
 from ._common.arguments import check_tensors
 from ._common.cann import CANN
-from ._common.derivatives import gradients
+from ._common.derivatives import gradients, is_transformed
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 from ._common.second_order import let_differentiate
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -11,9 +11,8 @@ from torch.nn import functional as F
 
 from ._common.arguments import check_tensors
 from ._common.autocast import without_autocast
-from ._common.derivatives import gradients
+from ._common.derivatives import gradients, is_transformed
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 
 _NEGLIGIBLE = 1e-5  # an eps whose part in sums of one is that of the roundings of float32, some of each round
 

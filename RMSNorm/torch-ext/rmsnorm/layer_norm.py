@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._common.arguments import check_tensors
-from ._common.derivatives import by_formula, gradients
+from ._common.derivatives import by_formula, gradients, is_transformed
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

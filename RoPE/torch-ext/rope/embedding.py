@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ._common.checkpoints import unseen_by_checkpoints
-from ._common.functorch import is_transformed
+from ._common.derivatives import is_transformed
 from .frequencies import frequencies_of, scale_of
 from .layer import Layer, Pair
 from .one_token import note_made

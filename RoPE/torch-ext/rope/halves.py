@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._common.functorch import is_transformed
+from ._common.derivatives import is_transformed
 from .functional import apply_multimodal_rotary_pos_emb, apply_rotary_pos_emb
 from .layer import Layer, Pair
 from .one_token import rotate_one_token

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._common.derivatives import is_transformed
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 from .limits import DTYPES, HEAD_SIZE, fits_half, fits_half_gradient, fits_interleave
 from .one_token import rotate_one_token
 from .rotation import check, rotate, rotate_back

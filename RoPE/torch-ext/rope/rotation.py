@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._common.derivatives import is_transformed
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 from .limits import DTYPES, HEAD_SIZE, fits_half, fits_half_gradient, fits_interleave, fits_tokens
 
 

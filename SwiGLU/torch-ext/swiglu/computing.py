@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ._common.derivatives import is_transformed
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 from .activations import is_met, passed_over
 from .functional import clamped_swiglu_of, exact_geglu_of, geglu_of, swiglu_of, takes_scaled
 from .operators import EXACT_GEGLU, GEGLU, SWIGLU, GatedUnit

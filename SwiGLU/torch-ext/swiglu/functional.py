@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._common.clipped import clipped_swiglu_in_torch, has_clipped_gradient, has_clipped_swiglu
+from ._common.derivatives import is_transformed
 from ._common.distributed import is_distributed
-from ._common.functorch import is_transformed
 from .clamped import clamped_in_torch, clamped_swiglu_fused
 from .operators import clipped_swiglu_fused, geglu_fused
 

@@ -26,7 +26,7 @@ def verify_at(path: Path) -> dict[str, list[Verified]]:
 
     What a cache has of a repository besides its variants counts as one more.
     """
-    path = path.resolve()
+    path = Path(os.path.abspath(path))  # not resolved: a variant that is a link keeps its name
     if (path / METADATA).exists():
         return {_display(path): [verify_variant(path)]}
     if _is_build(path):

@@ -1,10 +1,10 @@
-"""The variants of the kernel repositories: those that the tree of a clone holds, and those that are made from them.
+"""The variants of the kernel repositories: those that the tree of a clone holds, and those that it leaves out.
 
-All variants of a repository hold the same files, each with a ``metadata.json`` of its own. The tree holds a few of
-them. What is published, bundled, installed or proven holds all: the others are ``torch-npu`` under their names.
+All variants of a repository hold the same files. In a clone ``torch-universal`` links to the source, and the others
+that are there link to it. What is published, bundled, installed or proven holds all of them, as files.
 
 The digest in ``metadata.json`` covers every other file of a variant. Its id covers ``metadata.json`` itself, so that a
-change of any byte shows, and becomes the name of the loaded module, where two equal ones would share submodules.
+change of any byte shows. It becomes the name of the loaded module, which is one for variants that are the same.
 
 The build of the wheel imports this where nothing but the standard library is installed.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,8 @@ else:
     import tomli as tomllib
 
 METADATA = "metadata.json"
-NOARCH = ("torch-npu", "torch-universal")
+UNIVERSAL = "torch-universal"
+NOARCH = ("torch-npu", UNIVERSAL)
 _LIST = "variants.toml"
 
 
@@ -39,12 +39,11 @@ def names(root: Path) -> tuple[str, ...]:
     return *NOARCH, *tomllib.loads((root / _LIST).read_text())
 
 
-def identity(metadata: dict[str, Any], variant: str) -> str:
+def identity(metadata: dict[str, Any]) -> str:
     """Return the id that belongs to the metadata of a variant; one that is there already does not count."""
     rest = {key: value for key, value in metadata.items() if key != "id"}
-    content = hashlib.sha256(json.dumps([variant, rest], sort_keys=True).encode()).hexdigest()
-    name = str(metadata.get("name", "")).replace("-", "_")
-    return f"_{name}_v{metadata.get('version')}_{variant.replace('-', '_')}_{content[:12]}"
+    content = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    return f"_{str(metadata.get('name', '')).replace('-', '_')}_v{metadata.get('version')}_{content[:12]}"
 
 
 def render(metadata: dict[str, Any]) -> bytes:
@@ -52,40 +51,30 @@ def render(metadata: dict[str, Any]) -> bytes:
     return (json.dumps(metadata, indent=2) + "\n").encode()
 
 
-def renamed(files: dict[str, bytes], variant: str) -> dict[str, bytes]:
-    """Return the files of a variant as those of another: the same, but for the id in their metadata."""
-    metadata = json.loads(files[METADATA])
-    metadata["id"] = identity(metadata, variant)
-    return files | {METADATA: render(metadata)}
+def all_variants(repository: Path) -> dict[str, bytes]:
+    """Return the files of all variants of a repository: path below ``<repository>/build`` -> content.
 
-
-def left_out(repository: Path) -> dict[str, bytes]:
-    """Return what the tree of a clone leaves out of ``<repository>/build``: path below it -> content.
-
-    There is nothing where no list of variants lies beside the repository, as in the installed package, which has all.
+    Those that the tree of a clone leaves out are ``torch-universal`` under their names. Where no list of variants lies
+    beside the repository, as in the installed package, none is left out.
 
     Raises:
-        ValueError: ``torch-npu``, which the others are made from, is not there or has no metadata.
+        ValueError: ``torch-universal`` has no metadata, so that there is nothing to make the others from.
     """
-    build = repository / "build"
-    if not (repository.parent / _LIST).is_file():
-        return {}
-    # a folder may be left with the bytecode of a variant that the tree once held
-    missing = [name for name in names(repository.parent) if not any(published_files(build / name))]
-    source = build / NOARCH[0]
-    files = contents(source)
-    try:
-        return {f"{name}/{path}": content for name in missing for path, content in renamed(files, name).items()}
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{source / METADATA} is not there or cannot be read: make build") from error
+    build, source = repository / "build", repository / "build" / UNIVERSAL
+    folders = {path.name: path for path in sorted(build.glob("*")) if any(published_files(path))}
+    if (repository.parent / _LIST).is_file():
+        if not (source / METADATA).is_file():
+            raise ValueError(f"{source / METADATA} is not there: make build")
+        folders = dict.fromkeys(names(repository.parent), source) | folders
+    read = {folder: contents(folder) for folder in set(folders.values())}
+    return {f"{name}/{path}": content for name, folder in folders.items() for path, content in read[folder].items()}
 
 
-def complete(repository: Path, build: Path) -> None:
-    """Write ``<repository>/build`` to another folder, which must not exist, with what the tree leaves out of it."""
-    shutil.copytree(repository / "build", build, symlinks=True)
-    for path, content in left_out(repository).items():
-        (build / path).parent.mkdir(parents=True, exist_ok=True)
-        (build / path).write_bytes(content)
+def write(files: dict[str, bytes], folder: Path) -> None:
+    """Write files by their paths in a folder, which is made."""
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
 
 
 def published_files(variant: Path) -> Iterator[Path]:

@@ -37,18 +37,13 @@ class Verified:
 
 
 def verify_build(build: Path) -> list[Verified]:
-    """Verify every variant below the folder ``build`` of a kernel repository, and that they fit one another."""
+    """Verify every variant below the folder ``build`` of a kernel repository."""
     found = []
     for path in sorted(build.iterdir()):
         if path.is_dir() and path.name != "__pycache__":
             found.append(verify_variant(path))
         elif not path.is_dir():
             found.append(Verified(path.name, path, problems=[f"{path.name}: a file where variants are"]))
-    for verified in found:
-        sharers = [other.variant for other in found if other.id == verified.id]
-        if verified.id is not None and len(sharers) > 1:
-            said = f"the id {verified.id} is that of {', '.join(sharers)}: they would share modules"
-            verified.problems.append(f"{METADATA}: {said}")
     return found
 
 
@@ -71,7 +66,7 @@ def verify_variant(path: Path) -> Verified:
         found.problems.append(f"{METADATA}: {error}")
         return found
     found.version, found.id = metadata.version, metadata.id
-    found.problems += _metadata_problems(content, path.name)
+    found.problems += _metadata_problems(content)
     found.problems += _digest_problems(path, metadata)
     if (path / SIGNATURE).is_file():
         found.signature = "not checked: see kernels verify-signature"
@@ -86,12 +81,12 @@ def _name_problems(name: str) -> list[str]:
     return [] if written == name else [f"{name}: kernels reads this variant as {written}"]
 
 
-def _metadata_problems(content: bytes, variant: str) -> list[str]:
+def _metadata_problems(content: bytes) -> list[str]:
     written = json.loads(content)
-    if content != render(written) or written.get("id") != identity(written, variant):
+    if content != render(written) or written.get("id") != identity(written):
         return [
             f"{METADATA}: changed: its id is not the one that belongs to its content, "
-            f"{identity(written, variant)}; scripts/build.py writes both"
+            f"{identity(written)}; scripts/build.py writes both"
         ]
     return []
 

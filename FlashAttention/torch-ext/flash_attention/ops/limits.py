@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from .._common.autocast import autocast_dtype
 from .._common.cann import CANN
+from .._common.derivatives import is_transformed
 from .._common.distributed import is_distributed
-from .._common.functorch import is_transformed
 from ..attention_spec import AttentionSpec, Band, SequenceEnds
 from .fusion_attention import takes_sinks
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._common.functorch import is_transformed
+from .._common.derivatives import is_transformed
 from .._common.second_order import differentiable_once
 from ..utils.chunk_layout import CHUNK, from_chunks, to_chunks
 from ..utils.packed_sequences import SequenceMasks, sequence_masks

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._common.functorch import is_transformed
+from .._common.derivatives import is_transformed
 
 
 class ChunkStates(NamedTuple):

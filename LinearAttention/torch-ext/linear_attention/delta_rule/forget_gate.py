@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._common.derivatives import by_formula, gradients
+from .._common.derivatives import by_formula, gradients, is_transformed
 from .._common.distributed import is_distributed
-from .._common.functorch import is_transformed
 from .decays import row_dots
 
 _THRESHOLD = 20.0  # from here on softplus(x) is x, in transformers as in torch

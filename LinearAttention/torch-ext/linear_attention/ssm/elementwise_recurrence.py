@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .._common.functorch import is_transformed
+from .._common.derivatives import is_transformed
 
 CHUNK = 32  # tokens; one state of each chunk is saved for a backward
 

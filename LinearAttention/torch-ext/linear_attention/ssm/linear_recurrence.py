@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._common.arguments import check_tensors, narrowed
 from .._common.autocast import without_autocast
-from .._common.functorch import is_transformed
+from .._common.derivatives import is_transformed
 from .._common.second_order import differentiable_once
 from ..utils.empty_result import empty_result
 from .elementwise_recurrence import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .._common.functorch import is_transformed
+from .._common.derivatives import is_transformed
 
 CHUNK = 64  # tokens of a chunk, C
 

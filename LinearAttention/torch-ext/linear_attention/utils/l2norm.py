@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._common.functorch import is_transformed
+from .._common.derivatives import is_transformed
 
 _EPS = 1e-6  # of fla's l2norm, and transformers'
 

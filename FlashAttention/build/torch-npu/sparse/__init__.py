@@ -1,1 +1,0 @@
-"""DeepSeek sparse attention: an indexer that chooses keys for each query, and attention to those."""

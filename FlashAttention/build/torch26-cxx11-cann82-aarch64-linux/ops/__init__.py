@@ -1,1 +1,0 @@
-"""Attention operators of torch_npu with their limits and gradients, and the same attention in torch."""

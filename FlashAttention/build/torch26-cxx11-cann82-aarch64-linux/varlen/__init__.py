@@ -1,1 +1,0 @@
-"""Sequences of several lengths, packed one behind the other in memory."""

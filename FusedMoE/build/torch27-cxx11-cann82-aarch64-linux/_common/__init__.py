@@ -1,1 +1,0 @@
-"""What several kernel repositories share: each has this folder in its package, as ``_common``."""

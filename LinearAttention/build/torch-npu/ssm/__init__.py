@@ -1,1 +1,0 @@
-"""Recurrences of every element of a state by itself: state space models and linear recurrent units."""

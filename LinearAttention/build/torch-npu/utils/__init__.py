@@ -1,1 +1,0 @@
-"""What several of the recurrences and convolutions need."""

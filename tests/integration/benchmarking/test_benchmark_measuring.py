@@ -58,8 +58,8 @@ def check(found: dict, exact: dict, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_rounds_elsewhere_agrees(exact, dtype) -> None:
-    """Split, rounded, and put together again: one rounding more."""
+def test_one_rounding_more_than_the_original_agrees(exact, dtype) -> None:
+    """Values are split, rounded, and put together again."""
     third = {name: (value / 3).to(dtype) for name, value in exact.items()}
     check({name: part + 2 * part for name, part in third.items()}, exact, dtype)
 
@@ -77,7 +77,7 @@ def test_what_rounds_elsewhere_agrees(exact, dtype) -> None:
 )
 @pytest.mark.parametrize("name", ["output 0", "gradient of weight"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_is_wrong_does_not(exact, spoil, name, dtype) -> None:
+def test_wrong_values_disagree(exact, spoil, name, dtype) -> None:
     found = {key: value.to(dtype) for key, value in exact.items()}
     check(found, exact, dtype)
     found[name] = spoil(exact[name]).to(dtype)
@@ -85,7 +85,7 @@ def test_what_is_wrong_does_not(exact, spoil, name, dtype) -> None:
         check(found, exact, dtype)
 
 
-def test_a_missing_gradient_or_another_choice_does_not(exact) -> None:
+def test_a_missing_gradient_or_another_choice_disagrees(exact) -> None:
     with pytest.raises(DisagreementError, match="gradient of weight is missing"):
         check({"output 0": exact["output 0"]}, exact, torch.bfloat16)
     with pytest.raises(DisagreementError, match="output 0: 1 of 2 values are other ones"):

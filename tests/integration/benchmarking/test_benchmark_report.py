@@ -43,7 +43,7 @@ def section_lines(kernels: set[str]) -> set[str]:
 
 
 @pytest.mark.software
-def test_the_software_device_writes_none(tmp_path: Path) -> None:
+def test_the_software_device_writes_no_report(tmp_path: Path) -> None:
     said = refusal("--model", write_config(tmp_path, "llama"), "--report", tmp_path / "report.json")
     assert "--report: The software device computes on the host" in said
     assert "on a machine with a card" in said

@@ -27,7 +27,9 @@ def scaling(original: Callable, watched: type[nn.Module]) -> Callable:
 @pytest.mark.parametrize(
     ("owner", "attribute"), [(nn.Linear, "__call__"), (nn.Module, "__call__"), (nn.Linear, "forward")]
 )
-def test_lists_of_experts_call_it(registered, monkeypatch, owner: type[nn.Module], attribute: str) -> None:
+def test_lists_of_experts_call_what_replaces_a_call_of_torch(
+    registered, monkeypatch, owner: type[nn.Module], attribute: str
+) -> None:
     original = expert_modules.block(Qwen3MoeSparseMoeBlock)
     model = kernels_ext_npu.kernelize(nn.ModuleDict({"block": copy.deepcopy(original)}).to("npu"))
     x = expert_modules.block_inputs()

@@ -52,7 +52,7 @@ def on_the_cpu(model: PreTrainedModel) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt_oss", marks=pytest.mark.long), "gemma3"])
 def test_tokens_in_graphs_are_those_of_single_prompts(name: str) -> None:
-    """With full attention; with windows beside it, and with sinks."""
+    """Models have full attention, windows beside it, or sinks."""
     model, ours = models(name)
     npu_counts.reset()
     assert tokens(generated(ours, **PADDED)) == on_the_cpu(model)
@@ -83,7 +83,7 @@ def test_attention_lets_the_host_wait_once_a_step_and_never_in_graphs() -> None:
         assert {waits for replays, waits in steps if replays} == {0}
 
 
-def test_graphs_and_batches_prepared_ahead_are_for_those_who_ask() -> None:
+def test_generate_batch_uses_no_graphs_and_no_async_batching_unless_asked() -> None:
     model, ours = models("qwen3")
     npu_counts.reset()
     assert tokens(generated(ours)) == on_the_cpu(model)

@@ -132,7 +132,7 @@ def test_a_step_launches_nothing_but_its_graph() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", zoo.ARCHITECTURES)
-def test_every_model_of_the_zoo(name: str) -> None:
+def test_every_model_of_the_zoo_decodes_in_graphs_or_says_why_not(name: str) -> None:
     if not zoo.can_generate(name):
         pytest.skip("it does not generate")
     model = kernelized(name)

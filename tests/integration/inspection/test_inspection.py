@@ -212,7 +212,7 @@ def test_an_operator_takes_what_its_operations_or_bytes_take(function, shapes, d
 
 
 def test_products_by_groups_read_the_experts_that_have_tokens() -> None:
-    """Of 128, three: a token of a mixture reads no others, whatever multiplies them."""
+    """A token of three experts among 128 reads no others, whatever multiplies them."""
 
     def loop(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> None:
         torch._grouped_mm(x, weight, offs=ends)

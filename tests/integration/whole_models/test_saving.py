@@ -54,7 +54,7 @@ def test_models_with_kernels_are_packed() -> None:
 
 
 @pytest.mark.parametrize(("way", "kind"), [(name, kind) for name, way in WAYS.items() for kind in way.kinds])
-def test_it_saves_and_loads_what_it_does_without_kernels(tmp_path: Path, way: str, kind: str) -> None:
+def test_a_model_saves_and_loads_with_kernels_what_it_does_without(tmp_path: Path, way: str, kind: str) -> None:
     """The files are as large, the device holds no more meanwhile, and the model stays as it was."""
     live = models.make(kind, device="npu", kernels=True)  # until then `kernels` lets no model be pickled as a whole
     plain = models.make(kind, device="npu")

@@ -22,7 +22,7 @@ TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidde
 
 
 # ---- modules that compute by themselves ------------------------------------------------------------------------------
-def test_a_part_that_calls_attention_by_no_name_keeps_its_mask_and_the_others_are_served(registered) -> None:
+def test_a_module_that_computes_attention_itself_keeps_its_mask_while_others_are_served(registered) -> None:
     """The text of Git adds its mask to scores; its vision tower calls attention by name."""
     vision = {key: TEXT[key] for key in TEXT.keys() - {"vocab_size"}} | {"image_size": 8, "patch_size": 4}
     git = GitForCausalLM(GitConfig(**TEXT, vision_config=vision)).eval()

@@ -61,7 +61,7 @@ def test_many_queries_expand_and_so_does_who_looks_at_keys(on_latents) -> None:
 
 
 @pytest.mark.parametrize("how", ["a hook", "restored", "other weights"])
-def test_what_is_done_to_the_projection_counts(on_latents, how: str) -> None:
+def test_hooks_weights_and_a_restore_of_the_projection_take_effect(on_latents, how: str) -> None:
     """Weights that are loaded later are taken as they are: nothing is kept of them."""
     model, ours = made("deepseek_v3")
     called: list[int] = []

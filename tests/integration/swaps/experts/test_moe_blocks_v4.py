@@ -85,7 +85,7 @@ def offloaded(module: nn.Module) -> nn.Module:
         (offloaded, "an expert has hooks or a wrapped forward, which one product would pass by"),
     ],
 )
-def test_what_comes_after_the_swap_is_respected_and_reported(change, reason) -> None:
+def test_changes_of_a_block_after_the_swap_take_effect_and_are_reported(change, reason) -> None:
     original = block(Qwen3MoeSparseMoeBlock)
     model = in_a_model(original)
     change(model["block"])
@@ -109,7 +109,7 @@ def test_what_comes_after_the_swap_is_respected_and_reported(change, reason) -> 
         (DeepseekV2MoE, lambda block: setattr(block, "ep_rank", 1), "it has the experts of rank 1 only"),
     ],
 )
-def test_what_the_pattern_does_not_show_is_refused_with_a_reason(cls, change, reason) -> None:
+def test_blocks_beyond_the_limits_of_their_pattern_keep_their_forward_and_say_why(cls, change, reason) -> None:
     built = block(cls, experts=6)
     change(built)
     assert (find_row(in_a_model(built)).swapped, find_row(in_a_model(built)).reason) == (False, reason)

@@ -20,8 +20,8 @@ import kernels_ext_npu
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
 from tests.all_kernels.differentiated import CASES, Case
 from tests.fused_moe import list_blocks
+from tests.fused_moe.expert_modules import block as block_of
 from tests.support import zoo
-from tests.support.expert_modules import block as block_of
 from tests.support.local_kernels import kernel
 from tests.support.nearness import assert_gradients_near
 

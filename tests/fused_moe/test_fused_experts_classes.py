@@ -13,10 +13,10 @@ import kernels_ext_npu
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.matching.fingerprint import is_experts_class
 from kernels_ext_npu.selftest.comparing import doubled
+from tests.fused_moe.expert_modules import EXPERTS, inputs, instance
 from tests.support import npu_counts, transformers_files
 from tests.support import swapped as swapping
 from tests.support.counted import counted
-from tests.support.expert_modules import EXPERTS, inputs, instance
 from tests.support.swapped import assert_agree, moved, results
 
 pytestmark = pytest.mark.usefixtures("registered")

@@ -10,10 +10,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.matching.lookup import find_pattern
+from tests.fused_moe.expert_modules import EXPERTS, HIDDEN
 from tests.fused_moe.router_classes import by_expert, call, instance
 from tests.support import npu_counts, transformers_files
 from tests.support import swapped as swapping
-from tests.support.expert_modules import EXPERTS, HIDDEN
 
 pytestmark = pytest.mark.usefixtures("registered")
 NARROW = {"GroupedSoftmaxTopKRouterNarrow"}  # served in float32 only

@@ -9,8 +9,8 @@ from torch import nn
 from kernels_ext_npu.catalogue import NORMS
 from kernels_ext_npu.matching.classification import COUNTED, UNSUPPORTED
 from kernels_ext_npu.matching.lookup import find_pattern
+from tests.rmsnorm.norm_modules import inputs, instance
 from tests.support import npu_counts
-from tests.support.norm_modules import inputs, instance
 from tests.support.swapped import assert_agree, assert_no_further, in_float64, moved, results, swapped
 from tests.support.transformers_files import classes, differing
 

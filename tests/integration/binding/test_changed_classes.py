@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import kernels_ext_npu
 from kernels_ext_npu.binding import forward_binding
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import DeepseekV3MoE, Qwen3MoeSparseMoeBlock
-from tests.support import expert_modules, zoo
+from tests.fused_moe import expert_modules
+from tests.support import zoo
 from tests.support.nearness import TOLERANCE, assert_near
 from tests.support.served import kernelized
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import kernels_ext_npu
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
-from tests.support import expert_modules, zoo
+from tests.fused_moe import expert_modules
+from tests.support import zoo
 from tests.support.nearness import assert_near
 
 

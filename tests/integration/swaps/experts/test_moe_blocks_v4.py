@@ -15,9 +15,9 @@ from kernels_ext_npu.patterns.moe.moe_blocks_v4 import (
     Qwen2MoeSparseMoeBlock,
     Qwen3MoeSparseMoeBlock,
 )
+from tests.fused_moe.expert_modules import block, block_inputs
 from tests.fused_moe.list_blocks import assert_close, each_block, results
 from tests.support import npu_counts
-from tests.support.expert_modules import block, block_inputs
 
 pytestmark = pytest.mark.usefixtures("registered")
 

@@ -190,11 +190,8 @@ def mixers(side: Side) -> list[Any]:
 def replace_a_convolution(side: Side, choice: Random) -> None:
     """By another one, perhaps with a bias."""
     mixer = choice.choice(mixers(side))
-    old = mixer.conv1d
-    new = nn.Conv1d(
-        old.in_channels, old.out_channels, old.kernel_size[0], groups=old.groups, padding=old.padding[0],
-        bias=choice.random() < 0.75, device=side.device, dtype=old.weight.dtype,
-    )  # fmt: skip
+    new = copy.deepcopy(mixer.conv1d)
+    new.bias = nn.Parameter(new.weight.detach()[:, 0, 0].clone()) if choice.random() < 0.75 else None
     mixer.conv1d = drawn(new, 9, 2)
 
 
@@ -206,9 +203,8 @@ def change_how_fast_states_fade(side: Side, choice: Random) -> None:
         mixer.dt_bias.add_(choice.choice([-1.0, 2.0]))
 
 
-FUNCTIONS = (
-    *("causal_conv1d_fn", "causal_conv1d_update", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
-)
+RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+FUNCTIONS = ("causal_conv1d_fn", "causal_conv1d_update", *RULES)
 
 
 @act(mixers)

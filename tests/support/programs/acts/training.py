@@ -78,9 +78,10 @@ WAYS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@act(can_train)
-def keep_an_optimizer(side: Side, choice: Random) -> None:
-    side.held["optimizer"] = WAYS[choice.choice(sorted(WAYS))](trained(side))
+acts(
+    can_train,
+    keep_an_optimizer=lambda side, choice: side.held.update(optimizer=WAYS[choice.choice(sorted(WAYS))](trained(side))),
+)
 
 
 @act(lambda side: can_train(side) and "optimizer" in side.held, computes=True)

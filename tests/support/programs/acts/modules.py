@@ -257,17 +257,8 @@ acts(
 )
 
 
-@act(places)
-def call_an_activation(side: Side, choice: Random) -> None:
-    """By itself, with gradients."""
-    x = torch.linspace(-4, 4, 16, device=side.device, requires_grad=True)
-    result = choice.choice(activations(side))(x)
-    if isinstance(result, Tensor) and result.requires_grad:
-        side.show(result)
-        side.show_gradient(torch.autograd.grad(result.sum(), x)[0])
-
-
-@act(places, is_ours=True)
-def restore_an_activation(side: Side, choice: Random) -> None:
-    """Alone, without what it is in."""
-    kernels_ext_npu.restore(choice.choice(activations(side)))
+acts(
+    places,
+    is_ours=True,
+    restore_an_activation=lambda side, choice: kernels_ext_npu.restore(choice.choice(activations(side))),
+)

@@ -21,16 +21,16 @@ OPTIONS = [
 ]
 
 
-def of_logits(kernel: ModuleType, hidden: Tensor, weight: Tensor, labels: Tensor, **options) -> Tensor:
+def logits_loss(kernel: ModuleType, hidden: Tensor, weight: Tensor, labels: Tensor, **options) -> Tensor:
     options.pop("pieces", None)
     return kernel.cross_entropy(F.linear(hidden, weight), labels, **options)
 
 
-def of_head(kernel: ModuleType, *tensors: Tensor, **options) -> Tensor:
+def linear_loss(kernel: ModuleType, *tensors: Tensor, **options) -> Tensor:
     return kernel.linear_cross_entropy(*tensors, **options)
 
 
-def of_shard(kernel: ModuleType, *tensors: Tensor, **options) -> Tensor:
+def shard_loss(kernel: ModuleType, *tensors: Tensor, **options) -> Tensor:
     """With a shard that is the whole vocabulary."""
     shard = kernel.Shard(0, WORDS, lambda tensor, _: tensor)
     return kernel.linear_cross_entropy(*tensors, shard=shard, **options)
@@ -44,9 +44,9 @@ def log_probs(function: str, kernel: ModuleType, *tensors: Tensor, reduction: st
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
-    "cross_entropy": of_logits,
-    "linear_cross_entropy": of_head,
-    "linear_cross_entropy with a shard": of_shard,
+    "cross_entropy": logits_loss,
+    "linear_cross_entropy": linear_loss,
+    "linear_cross_entropy with a shard": shard_loss,
     "linear_log_probs": partial(log_probs, "linear_log_probs"),
     "linear_log_probs_and_entropy": partial(log_probs, "linear_log_probs_and_entropy"),
 }

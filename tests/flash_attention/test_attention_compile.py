@@ -19,12 +19,12 @@ def test_a_graph_of_a_mask_serves_any_number_of_queries(kernel: ModuleType) -> N
     torch.compiler.reset()
     padding, graphs = torch.tensor([[1] * 7, [1] * 4 + [0] * 3], device="npu").bool(), CompileCounter()
 
-    def of_queries(x: Tensor) -> Tensor:
+    def make_mask(x: Tensor) -> Tensor:
         return kernel.attention_mask(
             2, x.shape[1], 7, mask_function=bidirectional_mask_function, attention_mask=padding
         ).clone()
 
-    compiled = torch.compile(of_queries, fullgraph=True, backend=graphs, dynamic=True)
+    compiled = torch.compile(make_mask, fullgraph=True, backend=graphs, dynamic=True)
     for queries in (5, 3, 7):
         found = compiled(torch.ones(2, queries, device="npu"))
         assert torch.equal(found, padding[:, None, None].expand(-1, -1, queries, -1))

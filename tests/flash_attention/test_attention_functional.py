@@ -65,11 +65,11 @@ def compare(function, truth, tensors: list[Tensor], sinks: Tensor | None, dtype:
     for a, b in zip(first, wanted):
         agrees(a, b, dtype, 16)
     if is_twice and any(g.requires_grad for g in wanted):
-        for a, b in zip(of_norm(first, leaves), of_norm(wanted, exact)):
+        for a, b in zip(second_gradients(first, leaves), second_gradients(wanted, exact)):
             agrees(a, b, dtype, 64)
 
 
-def of_norm(gradients: Sequence[Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+def second_gradients(gradients: Sequence[Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
     """Differentiate the squared norm of gradients."""
     return torch.autograd.grad(sum(g.square().sum() for g in gradients), leaves, materialize_grads=True)
 

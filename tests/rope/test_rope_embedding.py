@@ -37,7 +37,7 @@ COMPOSED = """
 """
 
 
-def positions_of(cls: type[nn.Module], positions: Tensor) -> Tensor:
+def make_positions(cls: type[nn.Module], positions: Tensor) -> Tensor:
     """Positions of the dimensions that a table has: a row of them for each, or two numbers for each patch."""
     reference = find_pattern(cls)
     if "OfPatches" in reference.layers[0]:
@@ -75,7 +75,7 @@ def test_values_are_those_of_its_own_forward_to_the_bit(subtests, positions: Ten
     x, rows = torch.zeros(2, 7, 24, dtype=dtype, device="npu"), positions
     for cls in (*(table.original for table in TABLES), *composed()):
         with subtests.test(cls.__name__):
-            original, positions = instance(cls, scaling=scaling).to("npu"), positions_of(cls, rows).npu()
+            original, positions = instance(cls, scaling=scaling).to("npu"), make_positions(cls, rows).npu()
             swapped, row = kernelized(original)
             assert row.swapped
             assert row.kind == "rotary tables"

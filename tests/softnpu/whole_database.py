@@ -58,14 +58,14 @@ class Launches:
     """A plugin of pytest: the operators that each test which passes launches, by its name."""
 
     def __init__(self) -> None:
-        self.of: dict[str, frozenset[str]] = {}
+        self.by_test: dict[str, frozenset[str]] = {}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         softnpu.reset_counters()
         yield
         if hasattr(item, "callspec"):
-            self.of[item.name] = frozenset(softnpu.counters())
+            self.by_test[item.name] = frozenset(softnpu.counters())
 
 
 def covering(launched: dict[str, frozenset[str]]) -> list[str]:
@@ -82,7 +82,7 @@ def main() -> int:
     launches = Launches()
     code = pytest.main(["-q", "-p", "no:cacheprovider", str(TESTS)], plugins=[launches])
     if code == 0:
-        RECORD.write_text(json.dumps({"state": state(), "sample": covering(launches.of)}, indent=0) + "\n")
+        RECORD.write_text(json.dumps({"state": state(), "sample": covering(launches.by_test)}, indent=0) + "\n")
     return int(code)
 
 

@@ -257,8 +257,7 @@ acts(
 )
 
 
-acts(
-    places,
-    is_ours=True,
-    restore_an_activation=lambda side, choice: kernels_ext_npu.restore(choice.choice(activations(side))),
-)
+@act(places, is_ours=True)
+def restore_an_activation(side: Side, choice: Random) -> None:
+    """Alone, without what it is in."""
+    kernels_ext_npu.restore(choice.choice(activations(side)))

@@ -1,6 +1,5 @@
 """What all tests share: no network, one thread a process, fresh processes where an import is tested, and what skips."""
 
-import functools
 import gc
 import os
 import shutil
@@ -9,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
@@ -22,7 +20,8 @@ import pytest
 import torch
 
 from tests.localhub import LocalHub
-from tests.support import names_first, real_device, whole_database
+from tests.softnpu import whole_database
+from tests.support import names_first, npu_counts, real_device
 from tests.support.forking import Forks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,7 +44,7 @@ def write_into_memory() -> None:
 write_into_memory()
 torch.set_num_threads(1)
 gc.disable()  # until all tests are collected
-real_device.skip_what_counts()
+real_device.play_a_card_where_asked()
 
 
 def pytest_report_header() -> list[str]:
@@ -88,7 +87,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
         directory: Path | None = None,
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:
-        real_device.skip_code_that_counts(code)
+        npu_counts.skip_code_on_a_card(code)
         command = [python, *(["-c", code] if code is not None else []), *arguments]
         result = subprocess.run(
             command, cwd=directory, env=_inherited() | environment, capture_output=True, text=True, timeout=300
@@ -112,7 +111,7 @@ def run_forked(_forks: Forks) -> Callable[..., subprocess.CompletedProcess[str]]
     def run(
         code: str | None = None, *arguments: str, check: bool = True, directory: Path | None = None, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        real_device.skip_code_that_counts(code)
+        npu_counts.skip_code_on_a_card(code)
         result = _forks.run(code, *arguments, directory=directory, given=environment, inherited=_inherited())
         return _checked(result, [code or "", *arguments]) if check else result
 
@@ -136,26 +135,19 @@ def _without_accelerators() -> Iterator[None]:
         state.GradientState._reset_state()
 
 
-@functools.cache
-def _outside_tests(folder: str) -> ModuleType:
-    from kernels import get_local_kernel
-
-    (path,) = (each for each in ROOT.glob("*/build.toml") if each.parent.name.lower() == folder.replace("_", ""))
-    return get_local_kernel(path.parent)
-
-
-@pytest.fixture(scope="module")
-def kernel(request: pytest.FixtureRequest) -> ModuleType:
-    """The repository whose tests stand in the folder, as a user gets it: loaded by `kernels`."""
-    return _outside_tests(request.path.parent.name)
-
-
 @pytest.fixture
 def registered() -> None:
     """A registration, which ends with the test as every one does."""
     import kernels_ext_npu
 
     kernels_ext_npu.register()
+
+
+@pytest.fixture
+def npu_counters() -> Callable[[], dict[str, int]]:
+    """Begins to count anew what the software device does, and gives what reads the counts."""
+    npu_counts.reset()
+    return npu_counts.read
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ SIZES: dict[str, dict[str, Any]] = {
 each_repository = pytest.mark.parametrize("repository", REPOSITORIES)
 
 
-def of(repository: str) -> type:
+def benchmark_class(repository: str) -> type:
     path = ROOT / repository
     (cls,) = benchmark.discover_benchmark_classes(path / "benchmarks" / "benchmark.py", path)
     return cls
@@ -50,7 +50,7 @@ def run(repository: str, cls: type, monkeypatch: pytest.MonkeyPatch) -> dict[str
 
 @each_repository
 def test_every_workload_agrees_with_the_lines_of_others(repository: str, monkeypatch) -> None:
-    cls = of(repository)
+    cls = benchmark_class(repository)
     results = run(repository, cls, monkeypatch)
     assert results.keys() == set(workloads(cls)) != set()
     assert all(result.verified for result in results.values())
@@ -59,7 +59,7 @@ def test_every_workload_agrees_with_the_lines_of_others(repository: str, monkeyp
 @each_repository
 def test_a_wrong_result_is_noticed(repository: str, monkeypatch) -> None:
     """Of one workload, and no other."""
-    cls = of(repository)
+    cls = benchmark_class(repository)
     workload, *_ = workloads(cls)
     right = getattr(cls, f"benchmark_{workload}")
     error = 0.05 if repository in ("LinearAttention", "RoPE") else 0.02

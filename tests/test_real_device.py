@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.support.real_device import AS_ON_A_CARD, COUNTS, FOLDERS, SAYS
+from tests.support.npu_counts import REASON as COUNTS
+from tests.support.real_device import AS_ON_A_CARD, FOLDERS, SAYS
 
 ROOT = Path(__file__).resolve().parent.parent
 SOME = (

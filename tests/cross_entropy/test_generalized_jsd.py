@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.losses import IGNORED, assert_no_further, bends, draw, is_near, leaves, logits_of, products, wide
+from tests.cross_entropy.losses import (
+    IGNORED,
+    assert_no_further,
+    bends,
+    compute_logits,
+    draw,
+    is_near,
+    leaves,
+    products,
+    wide,
+)
 
 BETAS = [0, 0.1, 0.5, 0.9, 1]
 reductions = st.sampled_from(["none", "sum", "batchmean"]).map(lambda name: {"reduction": name})
@@ -24,17 +34,17 @@ def drawn(tokens: int, words: int, sizes: tuple[int, int] = (8, 5), seed: int = 
     return [*student[:3], *teacher[:3], torch.where(student.labels == IGNORED, IGNORED, words)]
 
 
-def expected_of(student: Tensor, teacher: Tensor, labels: Tensor, beta: float) -> Tensor:
+def expected_jsd(student: Tensor, teacher: Tensor, labels: Tensor, beta: float) -> Tensor:
     """Return the divergence of each row of logits, in the words of arXiv:2306.13649."""
     s, t = torch.log_softmax(student, -1), torch.log_softmax(teacher, -1)
     parts = torch.tensor([1.0 - beta, beta], device=s.device).log()
     mixture = torch.logaddexp(s + parts[0], t + parts[1])
-    of_teacher, of_student = ((x.exp() * (x - (mixture if 0 < beta < 1 else y))).sum(-1) for x, y in ((t, s), (s, t)))
-    rows = of_teacher if beta == 0 else of_student if beta == 1 else beta * of_teacher + (1 - beta) * of_student
+    teacher_kl, student_kl = ((x.exp() * (x - (mixture if 0 < beta < 1 else y))).sum(-1) for x, y in ((t, s), (s, t)))
+    rows = teacher_kl if beta == 0 else student_kl if beta == 1 else beta * teacher_kl + (1 - beta) * student_kl
     return torch.where(labels == IGNORED, 0, rows)
 
 
-def found_of(kernel: ModuleType, own: Sequence[Any], **options: Any) -> Tensor:
+def kernel_jsd(kernel: ModuleType, own: Sequence[Any], **options: Any) -> Tensor:
     return kernel.linear_generalized_jsd(own[0], own[1], own[3], own[4], own[6], own[2], own[5], **options)
 
 
@@ -49,11 +59,11 @@ def test_values_and_gradients(
 ) -> None:
     tensors, wanted = drawn(n, words, seed=seed, bias=bias), (0,) if is_frozen else (0, 1, 2)
     exact, ours = leaves(tensors, torch.float64, "cpu", wanted), leaves(tensors, torch.float32, "npu", wanted)
-    rows = expected_of(logits_of(*exact[:3], **student), logits_of(*exact[3:6], **teacher), exact[6], beta)
+    rows = expected_jsd(compute_logits(*exact[:3], **student), compute_logits(*exact[3:6], **teacher), exact[6], beta)
     count = (exact[6] != IGNORED).sum().clamp(min=1)
     how = reduction.get("reduction", "batchmean")
     expected = rows if how == "none" else rows.sum() / (reduction.get("num_items", count) if how == "batchmean" else 1)
-    found = found_of(
+    found = kernel_jsd(
         kernel, ours, beta=beta, pieces=pieces, **student, **reduction,
         teacher_logit_scale=teacher.get("logit_scale", 1.0), teacher_softcap=teacher.get("softcap"),
     )  # fmt: skip
@@ -71,10 +81,10 @@ def test_sixteen_bits_are_no_further_from_float64_than_all_logits_in_torch(kerne
     rounded = [t.to(dtype) / (8 if len(t) == 1000 else 1) if t is not None and t.dim() == 2 else t for t in tensors]
 
     def ours(*own: Any) -> Tensor:
-        return found_of(kernel, own, beta=beta, logit_scale=1 / 0.7, reduction="none")
+        return kernel_jsd(kernel, own, beta=beta, logit_scale=1 / 0.7, reduction="none")
 
     def formula(*own: Any) -> Tensor:
-        return expected_of(*(wide(logits_of(*own[i : i + 2])) / 0.7 for i in (0, 3)), own[6], beta)
+        return expected_jsd(*(wide(compute_logits(*own[i : i + 2])) / 0.7 for i in (0, 3)), own[6], beta)
 
     assert_no_further(ours, formula, rounded, dtype)
 
@@ -84,7 +94,7 @@ def test_logits_of_a_thousand_stay_finite(kernel: ModuleType, beta) -> None:
     """Both are sure of one word in the first row, and of different words in the second."""
     own = [(torch.eye(4) * 2000 - 1000)[:2].npu().requires_grad_(), torch.eye(4).npu().requires_grad_(), None]
     teacher = [own[0].detach()[0].repeat(2, 1), own[1].detach(), None]
-    rows = found_of(kernel, [*own, *teacher, None], beta=beta, reduction="none")
+    rows = kernel_jsd(kernel, [*own, *teacher, None], beta=beta, reduction="none")
     rows.sum().backward()
     apart = 2000 if beta in (0, 1) else -sum(part * math.log(part) for part in (beta, 1 - beta))
     assert rows.tolist() == pytest.approx([0, apart], abs=2**-20)
@@ -97,7 +107,7 @@ def test_a_scaled_loss_may_bring_more_than_float16_has(kernel: ModuleType) -> No
     for scale in (1, 2048):
         student = [torch.full((4, 2), 1000.0), torch.tensor([[7 / 2048] * 2, [0.0, 0.0], [0.002, 0.0]]), torch.zeros(3)]
         own = leaves([*student, *(tensor * 1.01 for tensor in student), None], torch.float16, "npu")
-        (scale * found_of(kernel, own, beta=0, reduction="sum")).backward()
+        (scale * kernel_jsd(kernel, own, beta=0, reduction="sum")).backward()
         found.append([own[i].grad / scale for i in (1, 2)])
     assert all(gradient.isfinite().all() and gradient.any() for gradient in found[1])
     assert all(torch.equal(*both) for both in zip(*found))
@@ -111,7 +121,7 @@ def test_only_gradients_that_are_wanted_are_computed(kernel: ModuleType, npu_cou
     own = leaves(drawn(6, 40), torch.float32, "npu", (*wanted, 3, 4, 5) if wanted else (0, 1, 2))
     before = products(npu_counters())
     with torch.set_grad_enabled(bool(wanted)):
-        loss = found_of(kernel, own, pieces=pieces)
+        loss = kernel_jsd(kernel, own, pieces=pieces)
     if wanted:
         loss.backward()
     is_trained = 1 in wanted or 2 in wanted
@@ -126,15 +136,15 @@ def test_a_gradient_can_be_differentiated_again_and_transformed(kernel: ModuleTy
     for is_ours, dtype, device in ((False, torch.float64, "cpu"), (True, torch.float32, "npu")):
         own = leaves(tensors, dtype, device)
         if is_ours:
-            loss = found_of(kernel, own, beta=0.1, reduction="sum")
+            loss = kernel_jsd(kernel, own, beta=0.1, reduction="sum")
         else:
-            loss = expected_of(logits_of(*own[:3]), logits_of(*own[3:6]), own[6], 0.1).sum()
+            loss = expected_jsd(compute_logits(*own[:3]), compute_logits(*own[3:6]), own[6], 0.1).sum()
         first = torch.autograd.grad(loss, own[:3], create_graph=True)
         sum(gradient.square().sum() for gradient in first).backward()
         found.append([*first, *(leaf.grad for leaf in own[:3])])
     assert all(is_near(ours, expected) for expected, ours in zip(*found))
     plain = [tensor.detach() for tensor in own]
-    weight_only = torch.func.grad(lambda w: found_of(kernel, [plain[0], w, *plain[2:]], beta=0.1, reduction="sum"))
+    weight_only = torch.func.grad(lambda w: kernel_jsd(kernel, [plain[0], w, *plain[2:]], beta=0.1, reduction="sum"))
     assert is_near(weight_only(plain[1]), found[0][1])
 
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.losses import IGNORED, assert_no_further, bends, draw, is_near, leaves, logits_of, wide
+from tests.cross_entropy.losses import IGNORED, assert_no_further, bends, compute_logits, draw, is_near, leaves, wide
 
 
-def both_of(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+def both_results(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     """Return log probabilities and entropies, written out as a distribution of torch has them."""
     words = torch.distributions.Categorical(logits=logits, validate_args=False)
     counted = labels != IGNORED
@@ -27,7 +27,7 @@ def both_of(logits: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
 def test_values_and_gradients(kernel: ModuleType, wanted, n, words, hidden, seed, bias, pieces, chosen) -> None:
     *tensors, labels, grad = draw(n, words, hidden, seed, bias)
     exact, ours = leaves(tensors, torch.float64, "cpu"), leaves(tensors, torch.float32, "npu")
-    expected = both_of(logits_of(*exact, **chosen), labels)
+    expected = both_results(compute_logits(*exact, **chosen), labels)
     found = kernel.linear_log_probs_and_entropy(ours[0], ours[1], labels.npu(), ours[2], pieces=pieces, **chosen)
     assert all(is_near(a, b) for a, b in zip(found, expected))
     which, grads = {"both": [0, 1], "log_probs": [0], "entropy": [1]}[wanted], (grad, grad.cos())
@@ -46,7 +46,7 @@ def test_sixteen_bits_are_no_further_from_float64_than_all_logits_in_torch(kerne
         return kernel.linear_log_probs_and_entropy(hidden, weight, labels, logit_scale=scale)
 
     def formula(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-        return both_of(wide(logits_of(hidden, weight)) * scale, labels)
+        return both_results(wide(compute_logits(hidden, weight)) * scale, labels)
 
     assert_no_further(ours, formula, [drawn[0].to(dtype), (drawn[1] / 8).to(dtype), drawn.labels], dtype)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import softnpu
-from tests.support.losses import draw, leaves, logits_of
+from tests.cross_entropy.losses import compute_logits, draw, leaves
+from tests.support import npu_counts
 from tests.support.memory import Largest
 
 TOKENS, WORDS, HIDDEN = 24, 96, 8
@@ -32,11 +32,11 @@ ALL = {"label_smoothing": 0.1, "z_loss": 0.01, "logit_scale": 0.5, "softcap": 4.
 def test_the_host_does_not_wait(kernel: ModuleType) -> None:
     hidden, weight, bias = tensors(torch.bfloat16)
     items, wanted = torch.tensor(20, device="npu"), labels()
-    before = softnpu.counters().get("stream_syncs", 0)
+    before = npu_counts.read().get("stream_syncs", 0)
     kernel.linear_cross_entropy(hidden, weight, wanted, bias, num_items=items, **ALL).backward()
     kernel.cross_entropy(hidden, wanted.clamp(max=HIDDEN - 1), num_items=items, **ALL).backward()
-    of_teacher(kernel, [hidden, weight, bias], wanted, num_items=items).backward()
-    assert softnpu.counters().get("stream_syncs", 0) == before
+    jsd_loss(kernel, [hidden, weight, bias], wanted, num_items=items).backward()
+    assert npu_counts.read().get("stream_syncs", 0) == before
 
 
 @pytest.mark.parametrize(("reduction", "sums"), [("none", 0), ("sum", 1), ("mean", 2)])
@@ -45,22 +45,22 @@ def test_rows_are_counted_for_their_mean_alone(kernel: ModuleType, npu_counters,
     assert npu_counters().get("sum", 0) == sums
 
 
-def of_head(kernel: ModuleType, own: list[Tensor], wanted: Tensor, **options: int) -> Tensor:
+def linear_loss(kernel: ModuleType, own: list[Tensor], wanted: Tensor, **options: int) -> Tensor:
     return kernel.linear_cross_entropy(own[0], own[1], wanted, *own[2:], **options)
 
 
-def of_entropy(kernel: ModuleType, own: list[Tensor], wanted: Tensor, **options: int) -> Tensor:
+def entropy_loss(kernel: ModuleType, own: list[Tensor], wanted: Tensor, **options: int) -> Tensor:
     log_probs, entropy = kernel.linear_log_probs_and_entropy(own[0], own[1], wanted, *own[2:], **options)
     return (log_probs - 0.01 * entropy).sum()
 
 
-def of_teacher(kernel: ModuleType, own: list[Tensor], wanted: Tensor, **options: int) -> Tensor:
+def jsd_loss(kernel: ModuleType, own: list[Tensor], wanted: Tensor, **options: int) -> Tensor:
     """Of a teacher that has the same head, and the hidden states in the other order."""
     hidden, weight, *bias = (tensor.detach() for tensor in own)
     return kernel.linear_generalized_jsd(*own[:2], hidden.flip(0), weight, wanted, *own[2:], *bias, beta=0.1, **options)
 
 
-each_loss = pytest.mark.parametrize("loss", [of_head, of_entropy, of_teacher])
+each_loss = pytest.mark.parametrize("loss", [linear_loss, entropy_loss, jsd_loss])
 
 
 @each_loss
@@ -90,7 +90,9 @@ def test_one_graph_of_a_frozen_head_gives_what_the_function_gives(kernel: Module
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize(("loss", "kept"), [(of_head, 0), (of_head, 1), *product((of_entropy, of_teacher), (0, 1, 2))])
+@pytest.mark.parametrize(
+    ("loss", "kept"), [(linear_loss, 0), (linear_loss, 1), *product((entropy_loss, jsd_loss), (0, 1, 2))]
+)
 def test_what_is_kept_changes_no_number(kernel: ModuleType, monkeypatch, loss, kept) -> None:
     """Of two pieces none, one or both are kept in 16 bits, and all are computed again for a second backward.
 
@@ -108,9 +110,9 @@ def test_what_is_kept_changes_no_number(kernel: ModuleType, monkeypatch, loss, k
 @pytest.mark.parametrize(
     ("loss", "is_frozen", "tokens", "part"),
     [
-        (of_head, False, 32768, 1 / 7),  # the last of 8 pieces is smaller
-        (of_entropy, False, 4096, 1 / 4),
-        *((of_teacher, is_frozen, 4096, 1366 / 4096) for is_frozen in (False, True)),
+        (linear_loss, False, 32768, 1 / 7),  # the last of 8 pieces is smaller
+        (entropy_loss, False, 4096, 1 / 4),
+        *((jsd_loss, is_frozen, 4096, 1366 / 4096) for is_frozen in (False, True)),
     ],
 )
 def test_no_tensor_is_larger_than_a_part_of_the_logits(kernel: ModuleType, loss, is_frozen, tokens, part) -> None:
@@ -132,7 +134,7 @@ def test_memory_that_was_not_written_is_not_read(kernel: ModuleType, poisoned_me
     loss = kernel.linear_cross_entropy(hidden, weight, labels(device), bias)
     loss.backward()
     kernel.linear_cross_entropy(hidden, weight.detach(), labels(device)).backward()
-    kernel.cross_entropy(logits_of(hidden, weight, bias), labels(device)).backward()
+    kernel.cross_entropy(compute_logits(hidden, weight, bias), labels(device)).backward()
     assert all(tensor.isfinite().all() for tensor in (loss, hidden.grad, weight.grad, bias.grad))
 
 

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.support.losses import IGNORED, assert_no_further, draw, is_near, leaves, logits_of, loss_of, products, wide
+from tests.cross_entropy.losses import (
+    IGNORED,
+    assert_no_further,
+    compute_logits,
+    compute_loss,
+    draw,
+    is_near,
+    leaves,
+    products,
+    wide,
+)
 
 
 def back(loss: Tensor, grad: Tensor) -> None:
@@ -46,7 +56,7 @@ def test_values_and_gradients_with_all_options(
     formula = {key: value for key, value in chosen.items() if key not in scales}
     if "num_items" in formula:
         formula["num_items"] = float(formula["num_items"])
-    expected = loss_of(logits_of(*exact, **scales), labels, **formula)
+    expected = compute_loss(compute_logits(*exact, **scales), labels, **formula)
     back(expected, drawn.grad)
 
     ours, moved = leaves(drawn[:3], torch.float32, "npu"), {k: on_npu(v) for k, v in chosen.items()}
@@ -80,11 +90,11 @@ def test_only_gradients_that_are_wanted_are_computed(kernel: ModuleType, npu_cou
     tensors = [tensor.npu().requires_grad_(i in wanted) for i, tensor in enumerate(drawn[:3])]
     before = products(npu_counters())
     kernel.linear_cross_entropy(tensors[0], tensors[1], drawn.labels.npu(), tensors[2], pieces=pieces).backward()
-    of_tokens = (pieces or 2) * (1 + (0 in wanted)) + len({1, 2}.intersection(wanted))
-    of_words = 3 * (1 + 1 + len(wanted))
-    assert products(npu_counters()) - before == (of_tokens if pieces is None or wanted == (0,) else of_words)
+    token_products = (pieces or 2) * (1 + (0 in wanted)) + len({1, 2}.intersection(wanted))
+    word_products = 3 * (1 + 1 + len(wanted))
+    assert products(npu_counters()) - before == (token_products if pieces is None or wanted == (0,) else word_products)
     exact = leaves(drawn[:3], torch.float64, "cpu")
-    loss_of(logits_of(*exact), drawn.labels).backward()
+    compute_loss(compute_logits(*exact), drawn.labels).backward()
     for i, (tensor, expected) in enumerate(zip(tensors, exact)):
         assert (tensor.grad is None) == (i not in wanted)
         assert tensor.grad is None or is_near(tensor.grad, expected.grad)
@@ -97,7 +107,7 @@ def test_a_gradient_that_is_kept_serves_every_backward(kernel: ModuleType, npu_c
     rows = kernel.linear_cross_entropy(
         tensors[0], tensors[1], drawn.labels.npu(), tensors[2], reduction="none", softcap=softcap
     )
-    expected_rows = loss_of(logits_of(*exact, softcap=softcap), drawn.labels, reduction="none")
+    expected_rows = compute_loss(compute_logits(*exact, softcap=softcap), drawn.labels, reduction="none")
     for factor in (1, -3):
         before = products(npu_counters())
         found = torch.autograd.grad(rows, tensors, factor * drawn.grad.npu(), retain_graph=True)
@@ -123,7 +133,7 @@ def test_gradients_of_rows_that_differ_by_a_million(kernel: ModuleType, dtype, o
     scaled = formula.pop("logit_scale", 1) * logits
     if softcap := formula.pop("softcap", None):
         scaled = softcap * torch.tanh(scaled / softcap)
-    back(loss_of(scaled, labels, reduction="none", **formula), grad)
+    back(compute_loss(scaled, labels, reduction="none", **formula), grad)
 
     ours = leaves((hidden, weight / 4, bias / 4), dtype, "npu", wanted=(1, 2))
     back(kernel.linear_cross_entropy(ours[0], ours[1], labels.npu(), ours[2], reduction="none", **options), grad.npu())
@@ -145,7 +155,7 @@ def test_hidden_states_times_what_arrives_may_be_more_than_float16_has(kernel: M
     hidden, weight = torch.full((1, 2), 1000.0), torch.tensor([[7 / 2048] * 2, [0.0, 0.0]])  # both and logits are exact
     exact, ours = leaves((hidden, weight), torch.float64, "cpu"), leaves((hidden, weight), torch.float16, "npu")
     labels = torch.zeros(1, dtype=torch.long)
-    (2048 * loss_of(F.linear(*exact), labels, reduction="sum")).backward()
+    (2048 * compute_loss(F.linear(*exact), labels, reduction="sum")).backward()
     (2048 * kernel.linear_cross_entropy(*ours, labels.npu(), reduction="sum")).backward()
     torch.testing.assert_close(ours[1].grad.cpu().double(), exact[1].grad, rtol=2**-9, atol=0)
 
@@ -169,7 +179,7 @@ def test_bfloat16_is_no_further_from_float64_than_the_path_of_transformers(
     hidden = drawn.hidden_states + closeness * F.normalize(weight[drawn.labels], dim=-1)
 
     def transformers(h: Tensor, w: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(wide(logits_of(h, w, softcap=softcap)), labels, reduction="none")
+        return F.cross_entropy(wide(compute_logits(h, w, softcap=softcap)), labels, reduction="none")
 
     def ours(h: Tensor, w: Tensor, labels: Tensor) -> Tensor:
         return kernel.linear_cross_entropy(h, w, labels, reduction="none", softcap=softcap, pieces=pieces)

@@ -10,25 +10,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.measuring.distance import tensors
-from tests.support.losses import draw, leaves
+from tests.cross_entropy.losses import draw, leaves
 
 WORDS = 151_936
 
 
-def of_head(kernel: ModuleType, tokens: int, is_frozen: bool = False, **options: float) -> Tensor:
+def linear_loss(kernel: ModuleType, tokens: int, is_frozen: bool = False, **options: float) -> Tensor:
     hidden, weight = (torch.empty(n, 16, dtype=torch.bfloat16, device="npu") for n in (tokens, WORDS))
     hidden.requires_grad_(), weight.requires_grad_(not is_frozen)
     return kernel.linear_cross_entropy(hidden, weight, torch.zeros(tokens, dtype=torch.long, device="npu"), **options)
 
 
-def of_entropy(kernel: ModuleType, tokens: int) -> Tensor:
+def entropy_loss(kernel: ModuleType, tokens: int) -> Tensor:
     hidden, weight = (torch.empty(n, 16, dtype=torch.bfloat16, device="npu") for n in (tokens, WORDS))
     labels = torch.zeros(tokens, dtype=torch.long, device="npu")
     found = kernel.linear_log_probs_and_entropy(hidden.requires_grad_(), weight.requires_grad_(), labels)
     return torch.stack(found).sum()
 
 
-def of_logits(kernel: ModuleType, tokens: int) -> Tensor:
+def logits_loss(kernel: ModuleType, tokens: int) -> Tensor:
     logits = torch.empty(tokens, WORDS, dtype=torch.bfloat16, device="npu", requires_grad=True)
     return kernel.cross_entropy(logits, torch.zeros(tokens, dtype=torch.long, device="npu"))
 
@@ -42,12 +42,12 @@ GRADIENT = 6 + 8 + 6  # float32 of a sum with 16 bits, its exponential in place,
 @pytest.mark.parametrize(
     ("loss", "tokens", "options", "passes"),
     [
-        (of_head, 4096, {}, 3 * PRODUCT + SUMS + SOFTMAX),
-        (of_head, 4096, {"is_frozen": True}, 2 * PRODUCT + SUMS + SOFTMAX),
-        (of_head, 4096, {"z_loss": 1e-4}, 3 * PRODUCT + SUMS + GRADIENT),
-        (of_head, 16_384, {}, 3 * PRODUCT + SUMS + GRADIENT),  # of these some logits are computed, and written, twice
-        (of_entropy, 4096, {}, 3 * PRODUCT + (SUMS + 8 + 12 + 4) + (GRADIENT + 8 + 12)),
-        (of_logits, 4096, {}, SUMS + GRADIENT + 4),  # and the sign of what arrives, in 16 bits
+        (linear_loss, 4096, {}, 3 * PRODUCT + SUMS + SOFTMAX),
+        (linear_loss, 4096, {"is_frozen": True}, 2 * PRODUCT + SUMS + SOFTMAX),
+        (linear_loss, 4096, {"z_loss": 1e-4}, 3 * PRODUCT + SUMS + GRADIENT),
+        (linear_loss, 16_384, {}, 3 * PRODUCT + SUMS + GRADIENT),  # some logits are computed twice
+        (entropy_loss, 4096, {}, 3 * PRODUCT + (SUMS + 8 + 12 + 4) + (GRADIENT + 8 + 12)),
+        (logits_loss, 4096, {}, SUMS + GRADIENT + 4),  # and the sign of what arrives, in 16 bits
     ],
 )
 @pytest.mark.parametrize("cann", [(9, 0), (9, 1)])
@@ -60,7 +60,7 @@ def test_a_logit_moves_as_many_bytes_as_its_passes_take(
     eight pieces are kept: logits of the others are written once more. Entropies multiply twice, before and behind.
     """
     monkeypatch.setattr(import_module(f"{kernel.__name__}.ops.head_logits"), "CANN", cann)
-    if cann == (9, 1) and loss is of_head:
+    if cann == (9, 1) and loss is linear_loss:
         passes -= SUMS
     if tokens == 16_384:
         passes += PRODUCT * 5 / 8
@@ -90,11 +90,11 @@ def test_no_call_over_logits_hides_a_pass(kernel: ModuleType, monkeypatch, optio
     monkeypatch.setattr(import_module(f"{kernel.__name__}.ops.head_logits"), "CANN", (9, 0))
     drawn = draw(24, 96, 8)
     own = leaves(drawn[:2], torch.bfloat16, "npu")
-    of_logits = {name: value for name, value in options.items() if name != "pieces"}
+    shared = {name: value for name, value in options.items() if name != "pieces"}
     with Recorded(12 * 48) as recorded:
         kernel.linear_cross_entropy(*own, drawn.labels.npu(), **options).backward()
         kernel.linear_log_probs_and_entropy(*own, drawn.labels.npu())[1].sum().backward()
-        kernel.cross_entropy((own[0] @ own[1].T).detach().requires_grad_(), drawn.labels.npu(), **of_logits).backward()
+        kernel.cross_entropy((own[0] @ own[1].T).detach().requires_grad_(), drawn.labels.npu(), **shared).backward()
     assert not {"logsumexp", "scatter_", "scatter"}.intersection(name for name, _ in recorded.calls)
     assert not [call for call in recorded.calls if call[0] in ("sub", "sub_") and len(set(call[1])) > 1]
     assert "npu_scatter_nd_update_" in {name for name, _ in recorded.calls}

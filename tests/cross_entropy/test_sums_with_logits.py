@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.support.losses import draw
+from tests.cross_entropy.losses import draw
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"label_smoothing": 0.1}, {"logit_scale": 2.0}])

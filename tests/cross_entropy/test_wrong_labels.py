@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import softnpu
-from tests.support.losses import draw, leaves
+from tests.cross_entropy.losses import draw, leaves
+from tests.support import npu_counts
 
 ROWS, WORDS, HIDDEN = 7, 9, 4
 WRONG = {2: WORDS, 4: -1, 5: 2**40}  # row -> label
@@ -21,16 +21,16 @@ OPTIONS = [
 ]
 
 
-def of_logits(kernel: ModuleType, hidden: Tensor, weight: Tensor, labels: Tensor, **options) -> Tensor:
+def logits_loss(kernel: ModuleType, hidden: Tensor, weight: Tensor, labels: Tensor, **options) -> Tensor:
     options.pop("pieces", None)
     return kernel.cross_entropy(F.linear(hidden, weight), labels, **options)
 
 
-def of_head(kernel: ModuleType, *tensors: Tensor, **options) -> Tensor:
+def linear_loss(kernel: ModuleType, *tensors: Tensor, **options) -> Tensor:
     return kernel.linear_cross_entropy(*tensors, **options)
 
 
-def of_shard(kernel: ModuleType, *tensors: Tensor, **options) -> Tensor:
+def shard_loss(kernel: ModuleType, *tensors: Tensor, **options) -> Tensor:
     """With a shard that is the whole vocabulary."""
     shard = kernel.Shard(0, WORDS, lambda tensor, _: tensor)
     return kernel.linear_cross_entropy(*tensors, shard=shard, **options)
@@ -44,9 +44,9 @@ def log_probs(function: str, kernel: ModuleType, *tensors: Tensor, reduction: st
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
-    "cross_entropy": of_logits,
-    "linear_cross_entropy": of_head,
-    "linear_cross_entropy with a shard": of_shard,
+    "cross_entropy": logits_loss,
+    "linear_cross_entropy": linear_loss,
+    "linear_cross_entropy with a shard": shard_loss,
     "linear_log_probs": partial(log_probs, "linear_log_probs"),
     "linear_log_probs_and_entropy": partial(log_probs, "linear_log_probs_and_entropy"),
 }
@@ -110,6 +110,6 @@ def test_on_the_host_it_is_an_error_as_in_torch(kernel: ModuleType, loss) -> Non
 @each_loss
 def test_nothing_waits_to_find_it(kernel: ModuleType, loss) -> None:
     tensors, labels = head(), wrong().npu()
-    before = softnpu.counters().get("stream_syncs", 0)
+    before = npu_counts.read().get("stream_syncs", 0)
     loss(kernel, *tensors, labels, reduction="sum").backward()
-    assert softnpu.counters().get("stream_syncs", 0) == before
+    assert npu_counts.read().get("stream_syncs", 0) == before

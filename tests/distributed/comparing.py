@@ -63,7 +63,7 @@ def compare(
     torch._dynamo.reset()
     with engines.registered(kernels):
         whole, trained = engines.build(engine, model, folder, kernels and not is_late, checkpointing, **how)
-        optimizer = models.optimizer_of(trained)
+        optimizer = models.make_optimizer(trained)
         found: list[Tensors] = []
         calls: list[Counter[str]] = []
         sent: list[Sent] = []

@@ -128,7 +128,7 @@ def given(model: Any, step: int) -> Tensors:
     return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": GRIDS, "mm_token_type_ids": kinds}
 
 
-def optimizer_of(model: nn.Module, rate: float = RATE) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, rate: float = RATE) -> torch.optim.Optimizer:
     """AdamW, tensor by tensor: torch's foreach refuses DTensors next to plain tensors, which TP has side by side."""
     return torch.optim.AdamW(model.parameters(), lr=rate, eps=EPS, weight_decay=0.1, foreach=False)
 
@@ -159,7 +159,7 @@ def train(folder: Path, steps: int = STEPS, rate: float = RATE, is_adapted: bool
         ``weight <name>``.
     """
     model = load(folder, is_adapted, experts_implementation="eager", attn_implementation="eager")
-    optimizer = optimizer_of(model, rate)
+    optimizer = make_optimizer(model, rate)
     found = []
     for step in range(steps):
         batch = given(model, step)

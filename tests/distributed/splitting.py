@@ -70,7 +70,7 @@ def split(
             placed, rows = {"device_map": torch.device("npu", rank)}, 0
             mesh = dist.init_device_mesh("npu", (ranks,))
         model = models.load(folder, is_adapted, attn_implementation=attention, **placed)
-        optimizer = models.optimizer_of(model, RATE)
+        optimizer = models.make_optimizer(model, RATE)
         found: list[Tensors] = []
         for step in range(steps):
             batch = {name: tensor.npu() for name, tensor in models.given(model, step).items()}

@@ -34,7 +34,7 @@ def train(engine: str, model: str, source: Path, target: Path, kernels: bool, re
     with engines.registered(kernels):
         folder = target / "distributed" if resumes and is_split else source
         whole, trained = engines.build(engine, model, folder, kernels)
-        optimizer = models.optimizer_of(trained)
+        optimizer = models.make_optimizer(trained)
 
         def step(number: int) -> Tensors:
             ids = engines.batch(engine, model, number)

@@ -13,7 +13,7 @@ from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.functions import FUNCTIONS
 from tests.distributed import engines
 from tests.distributed.parallel import assert_right, mesh
-from tests.support.differentiated import kernel
+from tests.support.local_kernels import kernel
 
 pytestmark = pytest.mark.distributed
 

@@ -32,7 +32,7 @@ from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 from tests.distributed import modules
 from tests.distributed.modules import SIZE, Along, Holder, normal
 from tests.distributed.parallel import assert_right, compare, mesh
-from tests.support.norm_modules import instance
+from tests.rmsnorm.norm_modules import instance
 
 pytestmark = pytest.mark.distributed
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import masking_utils
 
+from tests.flash_attention.ai_cpu import OnAiCpu
 from tests.flash_attention.test_sparse_keys import BATCH, COUNT, KEYS, PADDING, QUERIES, drawn, masks
-from tests.support.ai_cpu import OnAiCpu
 
 
 def keys_of_one_query(kernel: ModuleType) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from transformers.masking_utils import bidirectional_mask_function
 
-import softnpu
+from tests.support import npu_counts
 from tests.support.attention_models import on_npu
 
 SINKS = torch.randn(4, generator=torch.Generator().manual_seed(3))
@@ -19,12 +19,12 @@ def test_a_graph_of_a_mask_serves_any_number_of_queries(kernel: ModuleType) -> N
     torch.compiler.reset()
     padding, graphs = torch.tensor([[1] * 7, [1] * 4 + [0] * 3], device="npu").bool(), CompileCounter()
 
-    def of_queries(x: Tensor) -> Tensor:
+    def make_mask(x: Tensor) -> Tensor:
         return kernel.attention_mask(
             2, x.shape[1], 7, mask_function=bidirectional_mask_function, attention_mask=padding
         ).clone()
 
-    compiled = torch.compile(of_queries, fullgraph=True, backend=graphs, dynamic=True)
+    compiled = torch.compile(make_mask, fullgraph=True, backend=graphs, dynamic=True)
     for queries in (5, 3, 7):
         found = compiled(torch.ones(2, queries, device="npu"))
         assert torch.equal(found, padding[:, None, None].expand(-1, -1, queries, -1))
@@ -55,10 +55,10 @@ def test_packed_sequences_are_one_graph_in_which_the_host_waits_once(kernel: Mod
         ends = torch.tensor([0, *number]).cumsum(0).int()
         in_graph, eager = ([t.clone().requires_grad_() for t in (q, k, v)] for _ in range(2))
         given = ends.npu()
-        softnpu.reset_counters()
+        npu_counts.reset()
         found = compiled(given, *in_graph)
-        assert softnpu.counters()["stream_syncs"] == 1
-        assert softnpu.counters()["npu_fusion_attention_v3"] == 2
+        assert npu_counts.read()["stream_syncs"] == 1
+        assert npu_counts.read()["npu_fusion_attention_v3"] == 2
         expected = layers(ends.tolist(), *eager)
         found.sum().backward()
         expected.sum().backward()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-import softnpu
 from kernels_ext_npu.selftest.functions import attention as attention_formula
+from tests.support import npu_counts
 
 # Weights and values are rounded to the dtype, sums of a few values are in float32: the result, a mean of values of size
 # one, is off by a rounding of itself and as many of weights as there are keys, which add up to one. Gradients have one
@@ -32,7 +32,7 @@ def draw(seed: int, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32
 
 
 def launched() -> dict[str, int]:
-    return {name: count for name, count in softnpu.counters().items() if name in FUSED or "infer" in name}
+    return {name: count for name, count in npu_counts.read().items() if name in FUSED or "infer" in name}
 
 
 def agrees(found: Tensor, expected: Tensor, dtype: torch.dtype, factor: float = 4) -> None:
@@ -65,11 +65,11 @@ def compare(function, truth, tensors: list[Tensor], sinks: Tensor | None, dtype:
     for a, b in zip(first, wanted):
         agrees(a, b, dtype, 16)
     if is_twice and any(g.requires_grad for g in wanted):
-        for a, b in zip(of_norm(first, leaves), of_norm(wanted, exact)):
+        for a, b in zip(second_gradients(first, leaves), second_gradients(wanted, exact)):
             agrees(a, b, dtype, 64)
 
 
-def of_norm(gradients: Sequence[Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+def second_gradients(gradients: Sequence[Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
     """Differentiate the squared norm of gradients."""
     return torch.autograd.grad(sum(g.square().sum() for g in gradients), leaves, materialize_grads=True)
 
@@ -92,7 +92,7 @@ def test_every_flag_with_every_other(kernel: ModuleType, data: st.DataObject) ->
     scale = options["softmax_scale"] or d**-0.5
     truth = (scale, options["causal"], options["window_size"], options["softcap"], slopes)
     on_npu = None if slopes is None else slopes.npu()
-    softnpu.reset_counters()
+    npu_counts.reset()
     compare(
         lambda q, k, v, s=None: kernel.flash_attn_func(q, k, v, alibi_slopes=on_npu, s_aux=s, **options),
         lambda q, k, v, s=None: attention_formula.attention(q, k, v, *truth, s),
@@ -139,30 +139,30 @@ def test_a_call_is_one_launch_and_no_wait(kernel: ModuleType) -> None:
     sinks = torch.randn(4).npu()
     kernel.flash_attn_func(q, k, v, causal=True)  # makes the mask that all share
     for options in ({"causal": True}, {}, {"window_size": (3, 2)}, {"causal": True, "s_aux": sinks}):
-        softnpu.reset_counters()
+        npu_counts.reset()
         kernel.flash_attn_func(q, k, v, **options)
-        assert {name: n for name, n in softnpu.counters().items() if n} == {"npu_fusion_attention_v3": 1}
+        assert {name: n for name, n in npu_counts.read().items() if n} == {"npu_fusion_attention_v3": 1}
 
 
 def test_sequences_that_fill_their_rows_are_no_copies_in_the_gradient(kernel: ModuleType) -> None:
     q, k, v = (t.npu().requires_grad_() for t in draw(0, (12, 4, 16), (12, 2, 16), (12, 2, 16)))
     result = kernel.flash_attn_varlen_func(q, k, v, [0, 5, 12], [0, 5, 12], causal=True)
     gradient = torch.ones_like(result)
-    softnpu.reset_counters()
+    npu_counts.reset()
     torch.autograd.grad(result, (q, k, v), gradient)
-    assert {name: n for name, n in softnpu.counters().items() if n} == {"npu_fusion_attention_grad_v3": 1}
+    assert {name: n for name, n in npu_counts.read().items() if n} == {"npu_fusion_attention_grad_v3": 1}
 
 
 def test_lengths_on_the_device_are_read_once_however_many_layers_want_them(kernel: ModuleType) -> None:
     q, k, v = (t.npu() for t in draw(0, (12, 4, 16), (12, 2, 16), (12, 2, 16)))
     ends = torch.tensor([0, 5, 12], device="npu")
-    softnpu.reset_counters()
+    npu_counts.reset()
     for _ in range(3):
         kernel.flash_attn_varlen_func(q, k, v, ends, ends, 7, 7, causal=True)
-    assert softnpu.counters()["stream_syncs"] == 1
-    softnpu.reset_counters()
+    assert npu_counts.read()["stream_syncs"] == 1
+    npu_counts.reset()
     kernel.flash_attn_varlen_func(q, k, v, [0, 5, 12], torch.tensor([0, 5, 12]), causal=True)
-    assert not softnpu.counters()["stream_syncs"]
+    assert not npu_counts.read()["stream_syncs"]
 
 
 @pytest.mark.parametrize("inference", [False, True], ids=["versioned", "made in inference mode"])
@@ -200,11 +200,11 @@ def test_one_query_takes_the_operator_of_inference_and_no_mask(kernel: ModuleTyp
     q = 4 * q
     cached = [t.npu().transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v)]
     options = {} if window is None else {"window_size": (window - 1, 0)}
-    softnpu.reset_counters()
+    npu_counts.reset()
     with torch.no_grad():
         found = kernel.flash_attn_func(q.npu(), *cached, causal=True, **options)
     assert launched() == {"npu_fused_infer_attention_score": 1}
-    assert not {"repeat_interleave", "ones", "triu"} & softnpu.counters().keys()
+    assert not {"repeat_interleave", "ones", "triu"} & npu_counts.read().keys()
     exact = (t.double() for t in (q, k, v))
     agrees(found, attention_formula.attention(*exact, 0.25, True, options.get("window_size", (-1, -1))), dtype)
 

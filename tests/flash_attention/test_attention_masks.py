@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import masking_utils
 
-import softnpu
 from kernels_ext_npu.selftest.functions import attention as attention_formula
+from tests.support import npu_counts
 
 TOKENS = 12
 SEQUENCES = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [0] * 12])
@@ -175,11 +175,11 @@ PACKED = [name for name in functions() if "packed" in name and "odd" not in name
 @pytest.mark.parametrize("name", [*PLAIN, *PACKED, "prefix"])
 def test_no_pattern_but_an_unknown_one_makes_a_mask_and_the_host_does_not_wait(kernel: ModuleType, name: str) -> None:
     q, k, v = (torch.randn(2, n, TOKENS, 8).npu() for n in (4, 2, 2))
-    softnpu.reset_counters()
+    npu_counts.reset()
     found, _ = describe(kernel, name, None, TOKENS, "npu")
     for _ in range(3):
         kernel.attention_forward(Module(), q, k, v, found)
-    counts = softnpu.counters()
+    counts = npu_counts.read()
     assert counts["npu_fusion_attention_v3"] == 3
     assert not counts.get("stream_syncs")
     assert counts.get("logical_not", 0) == bool(found._masks) == (name == "prefix")
@@ -209,12 +209,12 @@ def test_packed_lengths_of_the_caller(kernel: ModuleType, causal: bool, window: 
     q, k, v = (torch.randn(1, n, TOKENS, 8, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2))
     ends = torch.tensor([0, *lengths]).cumsum(0).int().npu()
     options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 5, "max_length_k": 5}
-    softnpu.reset_counters()
+    npu_counts.reset()
     for _ in range(2):
         out, _ = kernel.attention_forward(
             Module(), *(t.npu() for t in (q, k, v)), None, is_causal=causal, sliding_window=window, **options
         )
-    assert softnpu.counters()["stream_syncs"] == 1
+    assert npu_counts.read()["stream_syncs"] == 1
     limits = (-1, -1) if window is None else (window - 1, window - 1)
     tensors = (t[0].transpose(0, 1).double() for t in (q, k, v))
     expected = attention_formula.packed(*tensors, lengths, lengths, 8**-0.5, causal=causal, window=limits)
@@ -259,9 +259,9 @@ def test_lengths_of_the_caller_beside_any_mask(kernel: ModuleType, name: str, pa
         return out
 
     call = torch.compile(attention, backend="aot_eager") if compiled else attention
-    softnpu.reset_counters()
+    npu_counts.reset()
     found = call(*(t.npu() for t in (q, k, v)))
-    assert compiled or padded or softnpu.counters()["ne"] == 1
+    assert compiled or padded or npu_counts.read()["ne"] == 1
     error = (found.cpu().double() - seen_by(q, k, v, seen)).abs()
     assert (error[padding] if padded else error).max() <= 2**-20
 

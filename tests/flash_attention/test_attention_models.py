@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel, StaticCache
 
-import softnpu
+from tests.support import npu_counts
 from tests.support.attention_models import BATCHES, MODELS, NAME, TOKENS, UNNAMED, ids, on_npu, padded, pair
 from tests.support.nearness import assert_each_near
 
@@ -43,7 +43,7 @@ def test_a_forward_is_that_of_eager_attention(npu_counters, name: str, batch: st
     model, ours = pairs(name)
     inputs = BATCHES[batch]()
     expected = logits(model, inputs)
-    softnpu.reset_counters()
+    npu_counts.reset()
     found = logits(ours, on_npu(inputs))
     assert npu_counters().get(LAUNCH, 0) == (0 if name == "gemma2" else ours.config.num_hidden_layers)
     assert not npu_counters().get("repeat_interleave") or name in ("gemma2", "gpt_oss")
@@ -97,10 +97,10 @@ def test_masks_of_the_caller(kind) -> None:
     added = mask + torch.linspace(-1, 1, TOKENS) if kind == "bias" else mask
     expected = logits(model, {"input_ids": ids(2), "attention_mask": added})
     given = seen if kind == torch.bool else added
-    softnpu.reset_counters()
+    npu_counts.reset()
     found = logits(ours, {"input_ids": ids(2).npu(), "attention_mask": given.npu()})
-    assert softnpu.counters().get(LAUNCH, 0) == (0 if kind == "bias" else 2)
-    assert softnpu.counters()["stream_syncs"] == (0 if kind == torch.bool else 1)
+    assert npu_counts.read().get(LAUNCH, 0) == (0 if kind == "bias" else 2)
+    assert npu_counts.read()["stream_syncs"] == (0 if kind == torch.bool else 1)
     assert_equal(found, expected)
 
 

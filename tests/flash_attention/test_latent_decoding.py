@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import softnpu
+from tests.support import npu_counts
 
 BATCH, KEYS = 2, 700  # more than one block of the operator's, which is 512 keys
 LATENT, ROTATED = 512, 64
@@ -37,14 +38,14 @@ def exact(query: Tensor, key: Tensor, query_rope: Tensor, key_rope: Tensor, seen
 
 def attended(kernel: ModuleType, tensors: list[Tensor], mask: Tensor | None = None, **options) -> Tensor:
     query, key, query_rope, key_rope = (t.npu() for t in tensors)
-    softnpu.reset_counters()
+    npu_counts.reset()
     options = {"scaling": SCALE, "rotated": (query_rope, key_rope)} | options
     with torch.no_grad():
         return kernel.attention_forward(MODULE, query, key, key, mask, **options)[0]
 
 
 def launched() -> set[str]:
-    return softnpu.counters().keys() & {OPERATOR, "cat", "npu_fusion_attention", "npu_fusion_attention_v3", "clone"}
+    return npu_counts.read().keys() & {OPERATOR, "cat", "npu_fusion_attention", "npu_fusion_attention_v3", "clone"}
 
 
 def masks(kernel: ModuleType) -> dict[str, tuple[object, Tensor | None]]:
@@ -83,7 +84,7 @@ def test_one_query_reads_latents_as_they_lie(kernel: ModuleType, which: str, hea
     with softnpu.poisoned_memory():
         found = attended(kernel, tensors, mask)
     assert launched() == {OPERATOR}
-    assert softnpu.counters()[OPERATOR] == 1
+    assert npu_counts.read()[OPERATOR] == 1
     assert found.is_contiguous()
     assert found.dtype == dtype
     expected = exact(*tensors, seen)
@@ -136,9 +137,9 @@ def test_what_the_operator_does_not_take_is_computed_all_the_same(kernel: Module
 def test_a_gradient_that_is_needed_is_computed(kernel: ModuleType, leaf: int) -> None:
     tensors = [t.npu().requires_grad_(i == leaf) for i, t in enumerate(drawn(4, torch.bfloat16, keys=9))]
     query, key, *rotated = tensors
-    softnpu.reset_counters()
+    npu_counts.reset()
     out = kernel.attention_forward(MODULE, query, key, key, None, scaling=SCALE, rotated=tuple(rotated))[0]
-    assert OPERATOR not in softnpu.counters()
+    assert OPERATOR not in npu_counts.read()
     out.float().square().sum().backward()
     precise = [t.detach().cpu().double().requires_grad_(i == leaf) for i, t in enumerate(tensors)]
     exact(*precise).square().sum().backward()
@@ -152,12 +153,12 @@ def test_latents_that_do_not_lie_so_are_copied_once(kernel: ModuleType) -> None:
     query, key, query_rope, key_rope = (t.npu() for t in drawn(4, torch.bfloat16))
     together = torch.cat((key, key_rope), -1)
     key, key_rope = together.split((LATENT, ROTATED), dim=-1)
-    softnpu.reset_counters()
+    npu_counts.reset()
     with torch.no_grad():
         options = {"scaling": SCALE, "rotated": (query_rope, key_rope)}
         found = kernel.attention_forward(MODULE, query, key, key, None, **options)[0]
-    assert softnpu.counters()[OPERATOR] == 1
-    assert softnpu.counters()["clone"] == 2
+    assert npu_counts.read()[OPERATOR] == 1
+    assert npu_counts.read()["clone"] == 2
     assert torch.equal(found, attended(kernel, drawn(4, torch.bfloat16)))
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-import softnpu
 from kernels_ext_npu.selftest.comparing import TOLERANCE
 from kernels_ext_npu.selftest.functions.norms import gated, gelu_tanh
+from tests.support import npu_counts
 
 swiglu = gated(F.silu)
 
@@ -140,9 +140,9 @@ def test_values_and_gradients_are_those_of_each_token_alone(kernel, drawn) -> No
     case, name, index_dtype, normed, turned = drawn
     norm = torch.square if normed else None
     ours, exact = activations(kernel)[name]
-    softnpu.reset_counters()
+    npu_counts.reset()
     found = case.found(kernel, ours, norm=norm, index_dtype=index_dtype, turned=turned)
-    assert softnpu.counters()["stream_syncs"] == softnpu.counters()["device_to_host_copies"] == 0
+    assert npu_counts.read()["stream_syncs"] == npu_counts.read()["device_to_host_copies"] == 0
     agree(found, case.truth(exact, norm=norm))
 
 
@@ -154,11 +154,11 @@ def test_only_what_is_asked_for_gets_a_gradient(kernel, needs, products) -> None
     leaves = {"tokens": [x], "weights": [gate_up, down], "routing": [weights], "nothing": []}[needs]
     for leaf in leaves:
         leaf.requires_grad_()
-    softnpu.reset_counters()
+    npu_counts.reset()
     y = kernel.fused_experts(x, case.index.npu(), weights, gate_up, down)
     if leaves:
         y.backward(case.grad.npu())
-    assert softnpu.counters()["npu_grouped_matmul"] == products
+    assert npu_counts.read()["npu_grouped_matmul"] == products
 
 
 def test_the_gradient_of_old_releases_is_the_same(kernel, monkeypatch) -> None:
@@ -167,9 +167,9 @@ def test_the_gradient_of_old_releases_is_the_same(kernel, monkeypatch) -> None:
     expected = [case.found(kernel, kernel.SWIGLU) for case in cases]
     monkeypatch.setattr(import_module(f"{kernel.__name__}.ops.permutation"), "has_gradients", lambda: False)
     for case, before in zip(cases, expected):
-        softnpu.reset_counters()
+        npu_counts.reset()
         fused, own = case.found(kernel, kernel.SWIGLU), case.found(kernel, swiglu)
-        counters = softnpu.counters()
+        counters = npu_counts.read()
         assert not any("grad" in name and "npu_moe" in name for name in counters)
         assert counters["stream_syncs"] == 0
         agree(fused, [value.cpu().double() for value in before])
@@ -179,9 +179,9 @@ def test_the_gradient_of_old_releases_is_the_same(kernel, monkeypatch) -> None:
 @pytest.mark.parametrize("sizes", [(1100, 5, 2, 8, 16), (3, 5, 2, 65536, 1)], ids=["experts", "width"])
 def test_sizes_that_the_operator_does_not_take_are_right_all_the_same(kernel, sizes) -> None:
     case = Case(*sizes)
-    softnpu.reset_counters()
+    npu_counts.reset()
     found = case.found(kernel, kernel.SWIGLU)
-    assert "npu_grouped_matmul" not in softnpu.counters()
+    assert "npu_grouped_matmul" not in npu_counts.read()
     agree(found, case.truth(swiglu), tolerance=65536**0.5 * 2**-24)  # of sums of so many
 
 

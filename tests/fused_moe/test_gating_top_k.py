@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import softnpu
+from tests.support import npu_counts
 
 OPERATOR = "npu_moe_gating_top_k"
 
@@ -57,10 +57,10 @@ def test_weights_experts_and_gradients_are_those_of_float64(kernel, name, device
     leaf = logits.to(device, copy=True).requires_grad_()
     bias = None if bias is None else bias.to(device)
     for trains in (False, True):
-        softnpu.reset_counters()
+        npu_counts.reset()
         with torch.set_grad_enabled(trains):
             weights, experts = kernel.gating_top_k(leaf, bias=bias, **options)
-        counters = softnpu.counters()
+        counters = npu_counts.read()
         assert counters.get(OPERATOR, 0) == (device == "npu")
         assert counters.get("stream_syncs", 0) == 0
         assert (weights.dtype, experts.dtype, weights.requires_grad) == (torch.float32, torch.int64, trains)
@@ -98,9 +98,9 @@ def test_the_gradient_keeps_no_scores_of_experts_that_were_not_chosen(kernel) ->
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_scores_are_compared_as_torch_rounds_them(kernel, dtype) -> None:
     logits = torch.randn(40, 64).to(dtype)
-    softnpu.reset_counters()
+    npu_counts.reset()
     weights, experts = kernel.gating_top_k(logits.npu(), 4)
-    assert OPERATOR not in softnpu.counters()
+    assert OPERATOR not in npu_counts.read()
     assert weights.dtype is dtype
     scores = logits.sigmoid()
     chosen = scores.gather(-1, experts.cpu())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import softnpu
+from tests.support import npu_counts
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -51,10 +51,10 @@ def test_whole_numbers_give_the_very_same_values_and_gradients(kernel: ModuleTyp
     leaf = x.npu().to(dtype).requires_grad_()
     parameters = on_device(weights, dtype) + on_device(biases, dtype)
     number, tail = torch.tensor(sizes, device="npu"), torch.arange(len(x), device="npu") >= sum(sizes)
-    softnpu.reset_counters()
+    npu_counts.reset()
     y = kernel.HybridGmmFunction.apply(leaf, number, tail.unsqueeze(-1), True, *parameters)
     y.backward(grad.npu().to(dtype))
-    assert softnpu.counters()["stream_syncs"] == 0
+    assert npu_counts.read()["stream_syncs"] == 0
     assert torch.equal(y.cpu().float(), expected)
     assert torch.equal(leaf.grad.cpu().float(), own[0].grad)
     for parameter, b in zip(parameters, own[1:]):
@@ -69,7 +69,7 @@ def test_products_are_as_many_as_lists_and_one_for_all_weights_which_are_not_cop
     leaf = torch.ones(experts, 4, device="npu", dtype=torch.bfloat16, requires_grad=True)
     parameters = on_device([torch.ones(6, 4)] * experts, torch.bfloat16)
     counts = torch.ones(experts, dtype=torch.int64, device="npu")
-    softnpu.reset_counters()
+    npu_counts.reset()
     y = kernel.HybridGmmFunction.apply(leaf, counts, None, False, *parameters)
     assert npu_counters()["npu_grouped_matmul"] == forward
     assert not npu_counters().keys() & {"stack", "cat", "copy_", "_foreach_copy_", "contiguous", "clone"}
@@ -89,6 +89,6 @@ def test_frozen_weights_get_no_gradient_and_cost_none(kernel: ModuleType, npu_co
     for parameter in parameters:
         parameter.requires_grad_(False)
     y = kernel.HybridGmmFunction.apply(leaf, counts, None, False, *parameters)
-    softnpu.reset_counters()
+    npu_counts.reset()
     y.backward(torch.ones_like(y))
     assert npu_counters()["npu_grouped_matmul"] == 1

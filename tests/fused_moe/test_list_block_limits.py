@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-import softnpu
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import DeepseekV3MoE, MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
-from tests.support.expert_modules import block, block_inputs
-from tests.support.list_blocks import assert_close, bound, each_block, results
+from tests.fused_moe.expert_modules import block, block_inputs
+from tests.fused_moe.list_blocks import assert_close, bound, each_block, results
+from tests.support import npu_counts
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -68,7 +68,7 @@ def test_autocast_to_the_dtype_of_the_weights_changes_nothing(kernel: ModuleType
     original = block(cls).to(torch.bfloat16)
     x = block_inputs(24, torch.bfloat16).npu()
     expected = results(bound(kernel, original), x)
-    softnpu.reset_counters()
+    npu_counts.reset()
     with torch.autocast("npu", torch.bfloat16):
         found = results(bound(kernel, original), x)
     assert npu_counters()["npu_grouped_matmul"] == 6

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import softnpu
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
-from tests.support.expert_modules import HIDDEN, block, block_inputs
-from tests.support.list_blocks import assert_close, bound, decided, double, each_block, error, packed_or_not, results
+from tests.fused_moe.expert_modules import HIDDEN, block, block_inputs
+from tests.fused_moe.list_blocks import assert_close, bound, decided, double, each_block, error, packed_or_not, results
+from tests.support import npu_counts
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -25,9 +25,9 @@ def test_float32_values_and_gradients_are_the_originals(
     original = block(cls, experts, top_k)
     module = bound(kernel, original, packed)
     moved = block_inputs(tokens).npu()
-    softnpu.reset_counters()
+    npu_counts.reset()
     found = results(module, moved)
-    assert softnpu.counters()["stream_syncs"] == 0
+    assert npu_counts.read()["stream_syncs"] == 0
     assert_close(found, results(original, block_inputs(tokens)))
 
 
@@ -44,9 +44,9 @@ def test_bfloat16_is_no_further_from_float64_than_the_original(kernel: ModuleTyp
     truth = results(double(original), x.double())
     own = results(original, x)
     module, moved = bound(kernel, original, packed), x.npu()
-    softnpu.reset_counters()
+    npu_counts.reset()
     found = results(module, moved)
-    assert softnpu.counters()["stream_syncs"] == 0
+    assert npu_counts.read()["stream_syncs"] == 0
     assert [a.dtype for a in found if a is not None][:3] == [b.dtype for b in own if b is not None][:3]
     assert error(found, truth) <= error(own, truth) * (1 if packed else 1.05)
 
@@ -73,9 +73,9 @@ def test_launches_do_not_depend_on_the_number_of_experts(kernel: ModuleType, cls
     counts = []
     for experts in (4, 16):
         module, x = bound(kernel, block(cls, experts).to(dtype), packed), block_inputs(12, dtype).npu()
-        softnpu.reset_counters()
+        npu_counts.reset()
         results(module, x)
-        counts.append({k: v for k, v in softnpu.counters().items() if v})
+        counts.append({k: v for k, v in npu_counts.read().items() if v})
         for ignored in ("zero_", "fill_", "detach", "clone"):  # of the test and of autograd
             counts[-1].pop(ignored, None)
     assert counts[0] == counts[1]

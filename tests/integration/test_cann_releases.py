@@ -109,7 +109,7 @@ ALONE = (*limits.LIMITS, *operators.OPERATORS)
 
 @pytest.mark.parametrize("call", ALONE, ids=lambda call: f"{call.title}, {call.dtype}")
 def test_the_self_test_asks_both_sides_of_a_limit(call: OperatorCall) -> None:
-    """Of the device alone: what its release does not take is refused or left unwritten, all else is right."""
+    """The device refuses what its release does not take, or leaves it unwritten; all else is right."""
     if call.is_refused:
         with pytest.raises(RuntimeError):
             call.ask()

@@ -12,7 +12,7 @@ from kernels_ext_npu.doctor import probes
 from kernels_ext_npu.doctor.checks import libraries
 from kernels_ext_npu.doctor.findings import Verdict
 from kernels_ext_npu.doctor.observations import Outcome, run
-from tests.support import doctor_faults as faults
+from tests.integration.doctor import doctor_faults as faults
 from tests.support import zoo
 
 
@@ -44,7 +44,7 @@ def test_a_name_that_is_gone_is_said_with_what_is_lost(without, monkeypatch, nam
     assert kernels_internals.need(name) is value
 
 
-def test_doctor_says_it(without) -> None:
+def test_doctor_warns_where_a_name_of_kernels_is_gone(without) -> None:
     outcome = run(probes.imports, 60, names=["kernels"])  # in a process of its own
     assert outcome.facts["gone"] == []
     seen = faults.observed(imports=outcome)
@@ -57,7 +57,7 @@ def test_doctor_says_it(without) -> None:
 
 
 @pytest.mark.parametrize("constant", ["TAKE", "TABLE"])
-def test_models_get_their_kernels_without(monkeypatch, constant: str) -> None:
+def test_models_get_their_kernels_without_internals_of_kernels(monkeypatch, constant: str) -> None:
     """`kernels` itself has them still, under names that are not found."""
     monkeypatch.setattr(kernels_internals, constant, "kernels.layer.other")
     with kernels.use_kernel_mapping({}):  # what is left behind is gone at its end
@@ -71,7 +71,7 @@ def test_models_get_their_kernels_without(monkeypatch, constant: str) -> None:
     assert all(row.swapped for row in candidates)
 
 
-def test_without_the_place_below_wrappers_register_refuses(without) -> None:
+def test_register_refuses_a_release_of_kernels_without_replace_forward(without) -> None:
     without(REPLACE)
     with pytest.raises(kernels_ext_npu.UnsupportedEnvironmentError, match=r"_replace_forward any more: .* pip install"):
         kernels_ext_npu.register()

@@ -90,7 +90,7 @@ def parts(form: Form, leaves: list[Tensor]) -> tuple[Tensor, Tensor | None, list
     return x, bias, [*zip(factors[::2], factors[1::2], inputs)]
 
 
-def found_of(kernel, form: Form, weights: list[Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+def kernel_results(kernel, form: Form, weights: list[Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
     torch.npu.manual_seed(5)
     x, bias, tensors = parts(form, leaves)
     adapters = [kernel.Adapter(a, b, each.scale, own, each.p) for each, (a, b, own) in zip(form.adapters, tensors)]
@@ -100,7 +100,7 @@ def found_of(kernel, form: Form, weights: list[Tensor], leaves: list[Tensor]) ->
     return tuple(found) if form.function == "lora_linears" else (found,)
 
 
-def expected_of(form: Form, weights: list[Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+def expected_results(form: Form, weights: list[Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
     """In float64, with what dropout multiplies with, in the order in which torch draws it."""
     torch.npu.manual_seed(5)
     x, bias, tensors = parts(form, leaves)
@@ -109,8 +109,8 @@ def expected_of(form: Form, weights: list[Tensor], leaves: list[Tensor]) -> tupl
         tensors = [(a, b, x * mask) for (a, b, _), mask in zip(tensors, kept)]
     outputs = []
     for number, weight in enumerate(weights):
-        of_layer = [(a, b, each.scale, own) for each, (a, b, own) in zip(form.adapters, tensors) if each.of == number]
-        outputs.append(layer(x, weight.cpu().double(), bias, *of_layer))
+        adapters = [(a, b, each.scale, own) for each, (a, b, own) in zip(form.adapters, tensors) if each.of == number]
+        outputs.append(layer(x, weight.cpu().double(), bias, *adapters))
     return (torch.cat(outputs, -1),) if form.function == "lora_pair" else tuple(outputs)
 
 
@@ -122,7 +122,7 @@ def test_results_and_gradients_are_those_of_float64(kernel, name, rows, dtype, o
     form = FORMS[name]
     weights, leaves = made(form, dtype, of_adapters, rows)
     truth = exact(leaves)
-    outputs, expected = found_of(kernel, form, weights, leaves), expected_of(form, weights, truth)
+    outputs, expected = kernel_results(kernel, form, weights, leaves), expected_results(form, weights, truth)
     grads = [torch.randn(y.shape).to(dtype) for y in outputs]
     torch.autograd.backward(outputs, [grad.npu() for grad in grads], retain_graph=True)
     torch.autograd.backward(expected, [grad.double() for grad in grads])
@@ -139,7 +139,7 @@ def test_results_and_gradients_are_those_of_float64(kernel, name, rows, dtype, o
         assert leaves[1].grad is None
         assert_near(leaves[3].grad, truth[3].grad, ROUNDINGS[dtype])
     with torch.no_grad():
-        assert all(map(torch.equal, found_of(kernel, form, weights, leaves), outputs))
+        assert all(map(torch.equal, kernel_results(kernel, form, weights, leaves), outputs))
 
 
 @each_form
@@ -150,7 +150,7 @@ def test_only_what_is_trained_gets_a_gradient(kernel, form, trained) -> None:
     for leaf in leaves:
         leaf.requires_grad_(any(leaf is each for each in chosen))
     truth = exact(leaves)
-    outputs, expected = found_of(kernel, form, weights, leaves), expected_of(form, weights, truth)
+    outputs, expected = kernel_results(kernel, form, weights, leaves), expected_results(form, weights, truth)
     torch.cat(outputs, -1).sum().backward()
     torch.cat(expected, -1).sum().backward()
     for leaf, true in zip(leaves, truth):
@@ -162,7 +162,7 @@ def test_only_what_is_trained_gets_a_gradient(kernel, form, trained) -> None:
 @each_form
 def test_a_gradient_of_a_gradient_is_an_error_that_says_what_has_one(kernel, form) -> None:
     weights, leaves = made(form, rows=3)
-    outputs = found_of(kernel, form, weights, leaves)
+    outputs = kernel_results(kernel, form, weights, leaves)
     first = torch.autograd.grad(sum(y.tanh().sum() for y in outputs), leaves, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"Lora.* has no derivative; .*kernels_ext_npu\.restore\(module\)"):
         torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
@@ -195,7 +195,7 @@ def test_the_input_is_kept_and_cast_once_and_nothing_large_is_copied(
 
     torch.npu.manual_seed(5)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), Cost() as forward:
-        outputs = found_of(kernel, form, weights, leaves)
+        outputs = kernel_results(kernel, form, weights, leaves)
     grads = [torch.ones_like(y) for y in outputs]
     inputs = [leaves[0], leaves[1], leaves[3]] if name == "a pair" else None
     with Cost() as backward:
@@ -211,7 +211,7 @@ def test_the_input_is_kept_and_cast_once_and_nothing_large_is_copied(
 def test_the_device_runs_and_moves_no_more_than_for_pefts_own_calls(kernel, name, dtype, of_adapters) -> None:
     """With what operators do inside, of layers large enough for their adapters to be small."""
 
-    def cost_of(compute) -> Cost:
+    def measured_cost(compute) -> Cost:
         x, *factors = (
             torch.empty(shape, dtype=kind, device="npu", requires_grad=True)
             for shape, kind in [((rows, size), dtype), *((shape, of_adapters) for shape in shapes)]
@@ -235,7 +235,7 @@ def test_the_device_runs_and_moves_no_more_than_for_pefts_own_calls(kernel, name
     sizes = {"one adapter": [1024], "layers of one input": [1024, 512, 512], "a pair": [1024, 1024]}[name]
     shapes = [shape for out in sizes for shape in ((rank, size), (out, rank))]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        found, allowed = cost_of(ours), cost_of(pefts)
+        found, allowed = measured_cost(ours), measured_cost(pefts)
     assert found.kernels.total() <= allowed.kernels.total()
     assert found.bytes.total() < allowed.bytes.total()
 
@@ -255,14 +255,14 @@ def test_what_has_no_node_is_torchs(kernel) -> None:
     torch.testing.assert_close(found, 2 * F.linear(F.linear(x, torch.ones_like(a)), b))
     form = FORMS["layers that drop"]
     weights, leaves = made(form)
-    expected = expected_of(form, weights, exact(leaves))
-    for found, wanted in zip(found_of(kernel, form, [w.requires_grad_() for w in weights], leaves), expected):
+    expected = expected_results(form, weights, exact(leaves))
+    for found, wanted in zip(kernel_results(kernel, form, [w.requires_grad_() for w in weights], leaves), expected):
         assert_near(found, wanted, ROUNDINGS[torch.float32])
 
 
 def test_a_weight_of_a_pair_that_was_changed_in_place_is_an_error(kernel) -> None:
     weights, leaves = made(FORMS["a pair"])
-    (y,) = found_of(kernel, FORMS["a pair"], weights, leaves)
+    (y,) = kernel_results(kernel, FORMS["a pair"], weights, leaves)
     weights[1].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()

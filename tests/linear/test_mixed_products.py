@@ -58,10 +58,10 @@ def test_results_are_no_further_from_float64_than_pefts(kernel, mixed, function,
         y.backward(grad)
     assert "_to_copy" not in cost.launches
     expected = formula(function, truth[0], [w.cpu().double() for w in weights], truth[1:])
-    of_peft = formula(function, theirs[0], weights, theirs[1:])
+    peft_result = formula(function, theirs[0], weights, theirs[1:])
     expected.backward(grad.cpu().double())
-    of_peft.backward(grad)
-    results = zip((y, *(leaf.grad for leaf in leaves)), (of_peft, *(leaf.grad for leaf in theirs)))
+    peft_result.backward(grad)
+    results = zip((y, *(leaf.grad for leaf in leaves)), (peft_result, *(leaf.grad for leaf in theirs)))
     for (ours, other), true in zip(results, (expected, *(leaf.grad for leaf in truth))):
         if true is not None:
             far, allowed = ((tensor.detach().cpu().double() - true.detach()).norm() for tensor in (ours, other))

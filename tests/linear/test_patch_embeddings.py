@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import softnpu
 from kernels_ext_npu.selftest import comparing
+from tests.support import npu_counts
 
 # of a product that is rounded once, and of gradients that are sums of rounded values, relative to the norm
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -50,9 +50,9 @@ def test_values_and_gradients_are_those_of_a_convolution(kernel, name, batch, bi
 def test_one_product_and_no_more_than_two_copies_are_launched(kernel, name, copies) -> None:
     shape, patch = SHAPES[name]
     x, weight, bias = (tensor.npu() for tensor in drawn((2, *shape), patch, True, torch.bfloat16))
-    softnpu.reset_counters()
+    npu_counts.reset()
     kernel.patch_embedding(x, weight, bias)
-    calls = softnpu.counters()
+    calls = npu_counts.read()
     assert not [call for call in calls if "conv" in call]
     assert calls.pop("addmm", 0) == 1
     assert sum(calls.values()) == copies

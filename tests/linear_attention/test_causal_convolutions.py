@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import softnpu
+from tests.support import npu_counts
 
 
 def draw(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -27,9 +27,9 @@ def test_new_tokens_give_what_they_give_behind_all_others(kernel: ModuleType, dt
 
 def test_one_launch_is_the_convolution_and_one_the_activation(kernel: ModuleType) -> None:
     x, weight = (t.npu() for t in draw((1, 6, 20), (6, 4), dtype=torch.bfloat16))
-    softnpu.reset_counters()
+    npu_counts.reset()
     kernel.causal_conv1d_fn(x, weight, activation="silu")
-    assert sum(softnpu.counters().values()) == 2
+    assert sum(npu_counts.read().values()) == 2
 
 
 def test_what_does_not_fit_is_refused(kernel: ModuleType) -> None:

@@ -11,7 +11,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from kernels_ext_npu.selftest.functions.linear_attention import delta_rule
-from tests.support.delta_rule_inputs import draw
+from tests.linear_attention.delta_rule_inputs import draw
 
 FUNCTIONS = {False: "chunk_gated_delta_rule", True: "chunk_kda"}
 STEPS = {False: "fused_recurrent_gated_delta_rule", True: "fused_recurrent_kda"}

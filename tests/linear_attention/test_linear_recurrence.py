@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import softnpu
 from kernels_ext_npu.patterns.linear_attention.gated_recurrence import RecurrentGemmaRglru
+from tests.support import npu_counts
 from tests.support.nearness import TOLERANCE
 
 # a rounding of float32 for every step that a state lives through, which decays of up to 1 let be many
@@ -52,9 +52,9 @@ def test_states_and_gradients_are_those_of_float64(kernel: ModuleType, seed: int
 def test_few_tokens_are_few_launches(kernel: ModuleType, tokens: int, most: int) -> None:
     """A step of decoding is one; others are two of each token, and what brings the tokens into steps and back."""
     tensors = [x.npu() for x in draw(5, 2, tokens)]
-    softnpu.reset_counters()
+    npu_counts.reset()
     kernel.linear_recurrence(*tensors)
-    assert 0 < sum(softnpu.counters().values()) <= most
+    assert 0 < sum(npu_counts.read().values()) <= most
 
 
 def test_what_does_not_fit_is_refused(kernel: ModuleType) -> None:

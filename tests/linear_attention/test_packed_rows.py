@@ -9,9 +9,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import softnpu
 from kernels_ext_npu.selftest.functions.linear_attention import delta_rule
-from tests.support.delta_rule_inputs import draw
+from tests.linear_attention.delta_rule_inputs import draw
+from tests.support import npu_counts
 
 FUNCTIONS = {False: "chunk_gated_delta_rule", True: "chunk_kda"}
 OPTIONS = {"use_qk_l2norm_in_kernel": True}
@@ -57,13 +57,13 @@ def test_a_sequence_gives_what_it_gives_alone(
     numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).unsqueeze(0).npu()
     given = {"seq_idx": numbers} if by_number else {"cu_seqlens": bounds}
     tolerance = max(ROUNDED, rounded_decays(tensors[3]))
-    softnpu.reset_counters()
+    npu_counts.reset()
     with pytest.MonkeyPatch.context() as patch:
         if budget:
             patch.setattr(import_module(f"{kernel.__name__}.delta_rule.autograd"), "BUDGET", budget)
         out, states = function(*packed, output_final_state=True, **given, **OPTIONS)
         found = torch.autograd.grad(out, packed, weights)
-    calls = softnpu.counters()
+    calls = npu_counts.read()
     assert calls.get("stream_syncs", 0) == calls.get("device_to_host_copies", 0) == 0
     for number, (start, end) in enumerate(itertools.pairwise(ends)):
         if start == end:

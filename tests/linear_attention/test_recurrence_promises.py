@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import softnpu
 from kernels_ext_npu.selftest.functions.linear_attention import delta_rule
 from tests.linear_attention import test_linear_recurrence, test_selective_scan
+from tests.linear_attention.delta_rule_inputs import draw
 from tests.linear_attention.test_linear_recurrence import results
-from tests.support.delta_rule_inputs import draw
+from tests.support import npu_counts
 
 DELTA_RULE = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
 SCAN = {"delta_softplus": True, "return_last_state": True}
@@ -74,11 +74,11 @@ def test_a_chunk_more_is_a_product_and_a_sum_more_in_each_direction_and_nothing_
     case, launches, more = CHUNKED[name], {}, 2 if name in ("gdn", "kda") else 1
     for chunks in (2, 5):
         leaves = case.leaves(case.chunk * chunks)
-        softnpu.reset_counters()
+        npu_counts.reset()
         out, _ = case.call(kernel, *leaves)
-        forward = sum(softnpu.counters().values())
+        forward = sum(npu_counts.read().values())
         out.backward(torch.ones_like(out))
-        calls = softnpu.counters()
+        calls = npu_counts.read()
         assert calls["stream_syncs"] == calls["device_to_host_copies"] == 0
         assert not {"linalg_solve_triangular", "triangular_solve", "linalg_inv_ex"} & calls.keys()
         launches[chunks] = forward, sum(calls.values())

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu.selftest import comparing
+from tests.support import npu_counts
 
 HIDDEN, STREAMS, EPS = 32, 4, 1e-6
 CONFIG = SimpleNamespace(
@@ -56,15 +56,15 @@ def test_a_round_is_two_launches_and_keeps_nothing(kernel: ModuleType) -> None:
         return tensor
 
     def launches(rounds: int) -> tuple[int, int]:
-        softnpu.reset_counters()
+        npu_counts.reset()
         kept.append(0)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             outputs = kernel.hyper_connection(*tensors, norm_eps, eps, rounds)
-        calls = softnpu.counters()
+        calls = npu_counts.read()
         assert calls["stream_syncs"] == 0
         forward = sum(calls.values())
         torch.autograd.grad(outputs, tensors, [torch.ones_like(y) for y in outputs])
-        return forward, sum(softnpu.counters().values())
+        return forward, sum(npu_counts.read().values())
 
     few, more = launches(10), launches(20)
     assert more[0] - few[0] == 20

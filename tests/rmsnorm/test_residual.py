@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-import softnpu
+from tests.support import npu_counts
 
 
 def norm_with(kernel: ModuleType, layer: str, dtype: torch.dtype) -> nn.Module:
@@ -21,9 +21,9 @@ def norm_with(kernel: ModuleType, layer: str, dtype: torch.dtype) -> nn.Module:
 
 def launches(kernel: ModuleType, norm: nn.Module, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], list[str]]:
     x, residual = torch.randn(2, 400, 1, 64, dtype=dtype).npu()
-    softnpu.reset_counters()
+    npu_counts.reset()
     found = kernel.add_then_norm(norm, x, residual)
-    return found, [name for name in ("npu_add_rms_norm", "add", "npu_rms_norm") if softnpu.counters().get(name)]
+    return found, [name for name in ("npu_add_rms_norm", "add", "npu_rms_norm") if npu_counts.read().get(name)]
 
 
 @torch.no_grad()

@@ -14,11 +14,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
 from kernels_ext_npu.selftest.layers.rotary_arguments import LAYER_TYPES, embedding
+from tests.support import npu_counts
 
 pytestmark = pytest.mark.usefixtures("registered")
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
@@ -37,7 +37,7 @@ COMPOSED = """
 """
 
 
-def positions_of(cls: type[nn.Module], positions: Tensor) -> Tensor:
+def make_positions(cls: type[nn.Module], positions: Tensor) -> Tensor:
     """Positions of the dimensions that a table has: a row of them for each, or two numbers for each patch."""
     reference = find_pattern(cls)
     if "OfPatches" in reference.layers[0]:
@@ -75,7 +75,7 @@ def test_values_are_those_of_its_own_forward_to_the_bit(subtests, positions: Ten
     x, rows = torch.zeros(2, 7, 24, dtype=dtype, device="npu"), positions
     for cls in (*(table.original for table in TABLES), *composed()):
         with subtests.test(cls.__name__):
-            original, positions = instance(cls, scaling=scaling).to("npu"), positions_of(cls, rows).npu()
+            original, positions = instance(cls, scaling=scaling).to("npu"), make_positions(cls, rows).npu()
             swapped, row = kernelized(original)
             assert row.swapped
             assert row.kind == "rotary tables"
@@ -151,12 +151,12 @@ def test_rope_types(rope) -> None:
     x = torch.zeros(2, 7, 16, device="npu")
     before = {name: tensor.clone() for name, tensor in original.named_buffers()}
     for positions in (POSITIONS % 50, POSITIONS, POSITIONS + 3000, POSITIONS % 50):
-        softnpu.reset_counters()
+        npu_counts.reset()
         expected = original(x, positions.npu())
-        waited = softnpu.counters()["stream_syncs"]
-        softnpu.reset_counters()
+        waited = npu_counts.read()["stream_syncs"]
+        npu_counts.reset()
         found = swapped(x, positions.npu())
-        assert softnpu.counters()["stream_syncs"] == waited  # those of transformers' own choice of frequencies
+        assert npu_counts.read()["stream_syncs"] == waited  # those of transformers' own choice of frequencies
         assert all(map(torch.equal, found, expected))
     assert swapped.attention_scaling == original.attention_scaling
     for name, tensor in swapped.named_buffers():

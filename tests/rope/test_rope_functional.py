@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import softnpu
 from kernels_ext_npu.measuring.costs import Cost
+from tests.support import npu_counts
 from tests.support.rounding import FLOAT32, ROUNDING, assert_rounded, launched
 
 
@@ -37,7 +37,7 @@ def draw(x: tuple, cos: tuple, dtype: torch.dtype = torch.float32) -> list[Tenso
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("shape", "of_cos"),
+    ("shape", "cos_sizes"),
     [
         ((2, 4, 8, 64), (2, 1, 8, 64)),
         ((2, 4, 8, 64), (1, 1, 8, 64)),
@@ -48,13 +48,13 @@ def draw(x: tuple, cos: tuple, dtype: torch.dtype = torch.float32) -> list[Tenso
         ((4, 8, 64), (8, 64)),
     ],
 )
-def test_is_one_launch_with_one_rounding(kernel: ModuleType, shape, of_cos, dtype, interleaved) -> None:
-    x, cos, sin = draw(shape, of_cos, dtype)
+def test_is_one_launch_with_one_rounding(kernel: ModuleType, shape, cos_sizes, dtype, interleaved) -> None:
+    x, cos, sin = draw(shape, cos_sizes, dtype)
     moved = x.to("npu"), cos.to("npu"), sin.to("npu")
     y = kernel.rotary_mul(*moved, interleaved)
     assert (y.dtype, y.shape) == (dtype, x.shape)
     assert_rounded(y, exact(x, cos, sin, interleaved))
-    if interleaved and len(of_cos) == 4 and of_cos[0] == 2 and of_cos[1] == 1:
+    if interleaved and len(cos_sizes) == 4 and cos_sizes[0] == 2 and cos_sizes[1] == 1:
         return  # a cos for each row of the batch, with heads in between: see below
     assert launched(lambda: kernel.rotary_mul(*moved, interleaved)) == {"npu_rotary_mul": 1}
 
@@ -80,7 +80,7 @@ def test_attention_of_transformers_is_one_launch_each_and_no_copy(kernel: Module
 
 
 @pytest.mark.parametrize(
-    ("shape", "of_cos", "why"),
+    ("shape", "cos_sizes", "why"),
     [
         ((2, 4, 8, 896), (2, 1, 8, 896), "a head of 896"),
         ((2, 1000, 1, 8), (2, 1, 1, 8), "1000 heads"),
@@ -88,8 +88,8 @@ def test_attention_of_transformers_is_one_launch_each_and_no_copy(kernel: Module
         ((1, 4, 3, 64), (2, 1, 3, 64), "a table that is larger than x"),
     ],
 )
-def test_beyond_the_limits_it_is_the_same_formula_in_torch(kernel: ModuleType, shape, of_cos, why) -> None:
-    x, cos, sin = draw(shape, of_cos)
+def test_beyond_the_limits_it_is_the_same_formula_in_torch(kernel: ModuleType, shape, cos_sizes, why) -> None:
+    x, cos, sin = draw(shape, cos_sizes)
     moved = x.to("npu"), cos.to("npu"), sin.to("npu")
     found = launched(lambda: kernel.rotary_mul(*moved))
     assert "npu_rotary_mul" not in found, why
@@ -104,10 +104,10 @@ def test_whatever_the_shapes_the_device_refuses_nothing(kernel: ModuleType, data
     sizes = [data.draw(st.sampled_from([1, 2, 3, 8, 9, 40])) for _ in range(data.draw(st.integers(1, 4)))]
     assume(math.prod(sizes) <= 4000)  # no limit depends on more, and large tensors take long
     head_size = data.draw(st.sampled_from([2, 6, 8, 16, 64, 80, 96]))
-    of_cos = [data.draw(st.sampled_from([1, size])) for size in sizes]
-    of_cos = of_cos[data.draw(st.integers(0, len(of_cos))) :]
+    cos_sizes = [data.draw(st.sampled_from([1, size])) for size in sizes]
+    cos_sizes = cos_sizes[data.draw(st.integers(0, len(cos_sizes))) :]
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    x, cos, sin = draw((*sizes, head_size), (*of_cos, head_size), dtype)
+    x, cos, sin = draw((*sizes, head_size), (*cos_sizes, head_size), dtype)
     if len(sizes) > 2 and data.draw(st.booleans()):
         x, cos = x.transpose(-2, -3), cos if cos.dim() < 3 else cos.transpose(-2, -3)
         sin = sin if sin.dim() < 3 else sin.transpose(-2, -3)
@@ -159,10 +159,10 @@ BAD_SHAPES = [
 @pytest.mark.parametrize(("name", "shapes", "message"), BAD_SHAPES)
 def test_bad_shapes_are_named_before_any_operator_runs(kernel: ModuleType, name, shapes, message) -> None:
     call = getattr(kernel, name, None) or getattr(kernel.layers, name)()
-    softnpu.reset_counters()
+    npu_counts.reset()
     with pytest.raises(ValueError, match=message):
         call(*(torch.ones(each, device="npu") if isinstance(each, tuple) else each for each in shapes))
-    ran = {name for name, count in softnpu.counters().items() if count}
+    ran = {name for name, count in npu_counts.read().items() if count}
     assert ran <= {"fill_", "ones", "ones.out", "stream_syncs"}  # the arguments themselves
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-import softnpu
 from kernels_ext_npu.matching.decorated import original_function
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.measuring.distance import tensors
@@ -18,6 +17,7 @@ from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
 from kernels_ext_npu.selftest.comparing import InPlaceOfFloat32, doubled
 from kernels_ext_npu.selftest.layers.rotary_arguments import TABLES, arguments
+from tests.support import npu_counts
 from tests.support.swapped import assert_no_further
 from tests.support.transformers_files import code, rotary_functions
 
@@ -77,9 +77,9 @@ def test_each_result_is_no_further_from_float64_than_the_originals(kernel: Modul
                 truth = results(function, doubled(inputs))
             for each in zip(found, results(function, inputs), truth, strict=True):
                 assert_no_further(*([tensor] for tensor in each), slack=1e-3, least=1e-6)
-            softnpu.reset_counters()
+            npu_counts.reset()
             results(layer, moved(inputs))
-            counters = softnpu.counters()
+            counters = npu_counts.read()
             assert counters["stream_syncs"] == 0
             if dtypes[0] is dtypes[1]:
                 assert counters["npu_rotary_mul"] == counters["npu_rotary_mul_backward"] == len(found) // 2

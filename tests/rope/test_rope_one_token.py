@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-import softnpu
+from tests.support import npu_counts
 
 TOGETHER, APART = "npu_mrope", "npu_rotary_mul"
 
@@ -31,9 +31,9 @@ def heads(batch: int, count: int, size: int, dtype: torch.dtype, unsqueeze_dim: 
 
 
 def launches(kernel: ModuleType, *arguments: object) -> tuple[tuple[Tensor, Tensor], dict[str, int]]:
-    softnpu.reset_counters()
+    npu_counts.reset()
     found = kernel.apply_rotary_pos_emb(*arguments)
-    counted = softnpu.counters()
+    counted = npu_counts.read()
     return found, {name: counted[name] for name in (TOGETHER, APART) if name in counted}
 
 
@@ -52,9 +52,9 @@ def test_one_launch_gives_the_values_of_two_and_leaves_q_and_k(kernel, dtype, ba
     for one, other, given, kept in zip(found, expected, (q, k), before):
         assert torch.equal(one, other)
         assert torch.equal(given, kept)
-    softnpu.reset_counters()
+    npu_counts.reset()
     kernel.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)  # of the next layer
-    assert softnpu.counters() == {TOGETHER: 1, "stream_syncs": 0, "device_to_host_copies": 0}
+    assert npu_counts.read() == {TOGETHER: 1, "stream_syncs": 0, "device_to_host_copies": 0}
     cos.mul_(2)
     found, counted = launches(kernel, q, k, cos, sin, unsqueeze_dim)
     assert counted == {TOGETHER: 1}
@@ -70,9 +70,9 @@ def test_cos_that_holds_each_angle_once_is_not_made_twice_as_wide(kernel, dtype)
     q, k = (heads(2, count, 64, dtype) for count in (6, 2))
     rotate = kernel.layers.RotaryPosEmbHalfWidth()
     rotate(q, k, cos, sin)
-    softnpu.reset_counters()
+    npu_counts.reset()
     found = rotate(q, k, cos, sin)
-    assert softnpu.counters() == {TOGETHER: 1, "stream_syncs": 0, "device_to_host_copies": 0}
+    assert npu_counts.read() == {TOGETHER: 1, "stream_syncs": 0, "device_to_host_copies": 0}
     assert all(map(torch.equal, found, rotate(q, k, cos.clone(), sin.clone())))
 
 
@@ -113,9 +113,9 @@ def test_a_graph_that_makes_cos_rotates_in_one_launch(kernel) -> None:
         found = kernel.apply_rotary_pos_emb(q, k, *tables(kernel, 64, torch.float32, positions))
     for place in (5, 40):
         positions.fill_(place)
-        softnpu.reset_counters()
+        npu_counts.reset()
         graph.replay()
-        assert softnpu.counters(in_graphs=True)[TOGETHER] == 1
+        assert npu_counts.read(in_graphs=True)[TOGETHER] == 1
         cos, sin = tables(kernel, 64, torch.float32, positions)
         expected, _ = launches(kernel, q, k, cos.clone(), sin.clone())
         assert all(map(torch.equal, found, expected))

@@ -27,9 +27,10 @@ def taken() -> AbstractContextManager:
 
 @pytest.fixture
 def deterministic():
-    torch.use_deterministic_algorithms(True)
+    """Switches deterministic algorithms on, without an import of Inductor, which takes seconds in each process."""
+    torch.set_deterministic_debug_mode("error")
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 def gradients(

@@ -14,7 +14,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
-from tests.support.operators import agree, call, compare, differentiable, dtypes, on_npu, operator_id, samples
+from tests.softnpu.operators import agree, call, compare, differentiable, dtypes, on_npu, operator_id, samples
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -30,8 +30,8 @@ def mrope(positions: Tensor, head_size: int = 64, rows: int = 32, **options):
 
 
 def kept(places: Tensor, **options):
-    of_keys = half(1, 1, 2, 576), half(512), half(1, 1, 2, 64), half(1, 1, 2, 64)
-    return torch_npu.npu_kv_rmsnorm_rope_cache(*of_keys, places, half(1, 1, 4, 64), half(1, 1, 4, 512), **options)
+    key_arguments = half(1, 1, 2, 576), half(512), half(1, 1, 2, 64), half(1, 1, 2, 64)
+    return torch_npu.npu_kv_rmsnorm_rope_cache(*key_arguments, places, half(1, 1, 4, 64), half(1, 1, 4, 512), **options)
 
 
 def loss(trains: bool = False, **options):

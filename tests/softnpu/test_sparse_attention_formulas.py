@@ -79,9 +79,9 @@ def test_sequences_without_queries_leave_their_keys_out() -> None:
         return torch_npu.npu_lightning_indexer(*packed, **lengths(ends, key_ends), **PACKED, sparse_count=4)[0].cpu()
 
     assert torch.equal(found([0, QUERIES, QUERIES], [2, 9, KEYS]), alone.cpu())
-    of_no_keys = found([2, QUERIES], [0, KEYS])
-    assert (of_no_keys[:2] == -1).all()
-    assert (of_no_keys[2:] >= 0).all()
+    without_keys = found([2, QUERIES], [0, KEYS])
+    assert (without_keys[:2] == -1).all()
+    assert (without_keys[2:] >= 0).all()
     unwritten = found([QUERIES, QUERIES], [0, KEYS])  # no sequence has both
     assert (unwritten > KEYS).all()
     assert (found([2], [KEYS])[2:] > KEYS).all()  # in no sequence

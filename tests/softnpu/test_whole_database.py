@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.support import whole_database
-from tests.support.whole_database import covering, header, sample
+from tests.softnpu import whole_database
+from tests.softnpu.whole_database import covering, header, sample
 
 
 def test_the_sample_launches_every_operator_with_few_tests() -> None:

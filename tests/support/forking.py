@@ -56,7 +56,7 @@ class Forks:
         """
         if self._process is None:
             self._start(inherited)
-        asked = self._of_torch if given else self._of_transformers
+        asked = self._torch_fork if given else self._transformers_fork
         request = {"code": code, "arguments": arguments, "directory": str(directory or Path.cwd())}
         with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
             request |= {"streams": [out.name, err.name], "environment": inherited | given}
@@ -71,13 +71,13 @@ class Forks:
         """End them."""
         os.close(self._errors)
         if self._process is not None:
-            self._of_torch.close()
-            self._of_transformers.close()
+            self._torch_fork.close()
+            self._transformers_fork.close()
             self._process.wait()
 
     def _start(self, environment: dict[str, str]) -> None:
         ours, theirs = zip(socket.socketpair(), socket.socketpair())
-        self._of_torch, self._of_transformers = (each.makefile("rw") for each in ours)
+        self._torch_fork, self._transformers_fork = (each.makefile("rw") for each in ours)
         files = [each.fileno() for each in theirs]
         command = [sys.executable, "-m", __name__, *map(str, files)]
         errors = {"stdin": subprocess.DEVNULL, "stdout": self._errors, "stderr": self._errors}

@@ -70,15 +70,15 @@ def compared(dtype: torch.dtype) -> dict[str, Compared]:
     cos, sin = draw(1, T, 128), draw(1, T, 128)
     index, weights = torch.arange(2 * T, device="npu").view(T, 2) % 4, draw(T, 2)
 
-    def of(module: nn.Module, theirs: Forward, *arguments: Tensor) -> Compared:
+    def beside(module: nn.Module, theirs: Forward, *arguments: Tensor) -> Compared:
         original = MethodType(type(module).forward, module)
         return Compared(module.forward, MethodType(theirs, module), original, arguments, len(arguments), module)
 
     return {
-        "RMSNorm": of(norm, llama_factory.rms_norm, x),
-        "RMSNorm, zero-centred": of(norms.zero_centred, llama_factory.zero_centred_rms_norm, x),
-        "RMSNorm, gated": of(norms.gated, llama_factory.gated_rms_norm, x, draw(1, T, H)),
-        "SwiGLU MLP": of(mlp, llama_factory.swiglu_mlp, x),
+        "RMSNorm": beside(norm, llama_factory.rms_norm, x),
+        "RMSNorm, zero-centred": beside(norms.zero_centred, llama_factory.zero_centred_rms_norm, x),
+        "RMSNorm, gated": beside(norms.gated, llama_factory.gated_rms_norm, x, draw(1, T, H)),
+        "SwiGLU MLP": beside(mlp, llama_factory.swiglu_mlp, x),
         "RoPE": Compared(
             rotate.forward, llama_factory.rotary, MethodType(type(rotate).forward, rotate), (q, k, cos, sin), trained=2
         ),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-import softnpu
+from tests.support import npu_counts
 from tests.support.attention_models import ids
 
 ATTENTION = "npu_fusion_attention_v3"
@@ -31,7 +31,7 @@ def computing(launches: Mapping[str, int]) -> Counter[str]:
 
 def attention_launches(model: nn.Module) -> int:
     """Count how often a forward of one of `attention_models` launches the operator of attention."""
-    softnpu.reset_counters()
+    npu_counts.reset()
     with torch.no_grad():
         model(ids(2).to(model.device))
-    return softnpu.counters().get(ATTENTION, 0)
+    return npu_counts.read().get(ATTENTION, 0)

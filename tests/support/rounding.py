@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-import softnpu
+from tests.support import npu_counts
 
 # half a unit in the last place of the result; the device computes float64 in float32
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 2.0**-24}
@@ -20,9 +20,9 @@ def assert_rounded(found: Tensor, expected: Tensor, roundings: int = 1) -> None:
 
 def launched(function: Callable[[], object]) -> dict[str, int]:
     """Call something, and return how often it launches each operator."""
-    softnpu.reset_counters()
+    npu_counts.reset()
     function()
-    return {name: count for name, count in softnpu.counters().items() if count}
+    return {name: count for name, count in npu_counts.read().items() if count}
 
 
 def assert_float64s(

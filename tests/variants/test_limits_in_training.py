@@ -176,10 +176,10 @@ def test_zero_centred_norms_train_on_every_release(kernels) -> None:
 # ---- sinks ----------------------------------------------------------------------------------------------------------
 @pytest.fixture(params=["", "option", "switch"])
 def deterministic(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Tells the kernel, or torch, or nobody."""
-    torch.use_deterministic_algorithms(request.param == "switch")
+    """Tells the kernel, or torch, or nobody; torch by the mode, which needs no import of Inductor."""
+    torch.set_deterministic_debug_mode("error" if request.param == "switch" else "default")
     yield request.param == "option"
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, lengths: list[int], window: int | None) -> Tensor:

@@ -12,24 +12,27 @@ OPTIONS = {"softcap": 3.0, "logit_scale": 0.5}
 LABELS = torch.arange(12)
 
 
-def log_probs_of(hidden_states: Tensor, weight: Tensor) -> Tensor:
+def compute_log_probs(hidden_states: Tensor, weight: Tensor) -> Tensor:
     return F.log_softmax(3.0 * torch.tanh(hidden_states @ weight.mT * 0.5 / 3.0), -1)
 
 
 def reverse_kl(hidden_states: Tensor, weight: Tensor) -> Tensor:
     """Of a student and a teacher that has the same head, and the hidden states in the other order."""
-    log_probs, teacher = log_probs_of(hidden_states, weight), log_probs_of(hidden_states.flip(0), weight).detach()
+    log_probs, teacher = (
+        compute_log_probs(hidden_states, weight),
+        compute_log_probs(hidden_states.flip(0), weight).detach(),
+    )
     return (log_probs.exp() * (log_probs - teacher)).sum(-1)
 
 
-def of_head(hidden_states: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    log_probs = log_probs_of(hidden_states, weight)
+def linear_losses(hidden_states: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    log_probs = compute_log_probs(hidden_states, weight)
     return log_probs.gather(-1, LABELS[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
 
 
 CALLS = {
-    "linear_log_probs": (lambda f, h, w: f(h, w, LABELS.npu(), **OPTIONS), lambda h, w: of_head(h, w)[0]),
-    "linear_log_probs_and_entropy": (lambda f, h, w: f(h, w, LABELS.npu(), **OPTIONS), of_head),
+    "linear_log_probs": (lambda f, h, w: f(h, w, LABELS.npu(), **OPTIONS), lambda h, w: linear_losses(h, w)[0]),
+    "linear_log_probs_and_entropy": (lambda f, h, w: f(h, w, LABELS.npu(), **OPTIONS), linear_losses),
     "linear_generalized_jsd": (
         lambda f, h, w: f(h, w, h.flip(0), w, beta=1, reduction="none", teacher_softcap=3.0, **OPTIONS),
         reverse_kl,

@@ -12,7 +12,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.distribution import sources
-from tests.support.benchmark_runs import EXPERTS, HIDDEN, SMALL, TOKENS, rows, run, write_config
+from tests.integration.benchmarking.benchmark_runs import EXPERTS, HIDDEN, SMALL, TOKENS, rows, run, write_config
 
 
 @pytest.fixture(scope="module")

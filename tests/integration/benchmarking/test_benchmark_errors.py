@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.benchmark_runs import SMALL, TOKENS, refusal, run, write_config
+from tests.integration.benchmarking.benchmark_runs import SMALL, TOKENS, refusal, run, write_config
 
 
 @pytest.mark.parametrize(

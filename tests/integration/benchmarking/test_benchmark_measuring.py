@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import softnpu
 from kernels_ext_npu.benchmarking import agreement, call_costs
 from kernels_ext_npu.measuring.distance import DisagreementError, Distance, distances
+from tests.support import npu_counts
 
 # --- counts
 
@@ -29,9 +29,9 @@ def test_a_loop_in_the_place_of_an_operator_is_counted_as_what_the_device_runs()
     """torch_npu has no kernel for grouped_mm: torch runs a product for each group."""
     offsets = torch.tensor([4, 4, 16], dtype=torch.int32, device="npu")
     rows, matrices = torch.ones(16, 32, device="npu"), torch.ones(3, 32, 8, device="npu")
-    softnpu.reset_counters()
+    npu_counts.reset()
     counted = call_costs.count(lambda: None, lambda _: torch.nn.functional.grouped_mm(rows, matrices, offs=offsets))
-    assert counted["launches"] == softnpu.counters()["mm"] == 3
+    assert counted["launches"] == npu_counts.read()["mm"] == 3
 
 
 def test_what_was_held_before_does_not_count() -> None:
@@ -58,8 +58,8 @@ def check(found: dict, exact: dict, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_rounds_elsewhere_agrees(exact, dtype) -> None:
-    """Split, rounded, and put together again: one rounding more."""
+def test_one_rounding_more_than_the_original_agrees(exact, dtype) -> None:
+    """Values are split, rounded, and put together again."""
     third = {name: (value / 3).to(dtype) for name, value in exact.items()}
     check({name: part + 2 * part for name, part in third.items()}, exact, dtype)
 
@@ -77,7 +77,7 @@ def test_what_rounds_elsewhere_agrees(exact, dtype) -> None:
 )
 @pytest.mark.parametrize("name", ["output 0", "gradient of weight"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_is_wrong_does_not(exact, spoil, name, dtype) -> None:
+def test_wrong_values_disagree(exact, spoil, name, dtype) -> None:
     found = {key: value.to(dtype) for key, value in exact.items()}
     check(found, exact, dtype)
     found[name] = spoil(exact[name]).to(dtype)
@@ -85,7 +85,7 @@ def test_what_is_wrong_does_not(exact, spoil, name, dtype) -> None:
         check(found, exact, dtype)
 
 
-def test_a_missing_gradient_or_another_choice_does_not(exact) -> None:
+def test_a_missing_gradient_or_another_choice_disagrees(exact) -> None:
     with pytest.raises(DisagreementError, match="gradient of weight is missing"):
         check({"output 0": exact["output 0"]}, exact, torch.bfloat16)
     with pytest.raises(DisagreementError, match="output 0: 1 of 2 values are other ones"):

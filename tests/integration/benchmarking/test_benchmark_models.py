@@ -12,7 +12,7 @@ from transformers.initialization import no_init_weights
 from kernels_ext_npu import model_configs
 from kernels_ext_npu.benchmarking import providers, shrunk_models
 from kernels_ext_npu.model_configs import PUBLISHED
-from tests.support.benchmark_runs import EXPERTS, SMALL, TOKENS, rows, run, write_config
+from tests.integration.benchmarking.benchmark_runs import EXPERTS, SMALL, TOKENS, rows, run, write_config
 
 
 @pytest.mark.parametrize(("name", "billions"), [  # as the model cards give them; of Gemma 3 without its vision tower

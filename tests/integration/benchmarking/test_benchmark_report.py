@@ -16,7 +16,7 @@ import softnpu
 from kernels_ext_npu.benchmarking import call_costs, operator_pairs, recorded_calls, results_layout, shrunk_models
 from kernels_ext_npu.benchmarking.measured_calls import Result
 from kernels_ext_npu.model_configs import PUBLISHED
-from tests.support.benchmark_runs import SMALL, refusal, run, write_config
+from tests.integration.benchmarking.benchmark_runs import SMALL, refusal, run, write_config
 
 DIRECTIONS = {"prefill": ["forward"], "decode": ["forward"], "training": ["forward", "backward", "both"]}
 SPREAD = {"lower_quartile_ms": 1.5, "median_ms": 2.0, "upper_quartile_ms": 3.0, "repeats": 3}
@@ -43,7 +43,7 @@ def section_lines(kernels: set[str]) -> set[str]:
 
 
 @pytest.mark.software
-def test_the_software_device_writes_none(tmp_path: Path) -> None:
+def test_the_software_device_writes_no_report(tmp_path: Path) -> None:
     said = refusal("--model", write_config(tmp_path, "llama"), "--report", tmp_path / "report.json")
     assert "--report: The software device computes on the host" in said
     assert "on a machine with a card" in said

@@ -6,8 +6,8 @@ import numpy
 import pytest
 import torch
 
-import softnpu
 from kernels_ext_npu.benchmarking import call_costs
+from tests.support import npu_counts
 
 
 def test_events_enclose_each_run_and_nothing_else(monkeypatch) -> None:
@@ -26,11 +26,11 @@ def test_events_enclose_each_run_and_nothing_else(monkeypatch) -> None:
         prepared.add_(1)
         time.sleep(0.002)
 
-    softnpu.reset_counters()
+    npu_counts.reset()
     events = call_costs.record(before, run, warm_up=3, repeats=5)
     assert order == ["before", "run"] * 3 + ["before", "event", "run", "event"] * 5
-    assert softnpu.counters()["add_"] == 8
-    assert softnpu.counters()["stream_syncs"] == 2  # after the warm-up and at the end: runs are not held up in between
+    assert npu_counts.read()["add_"] == 8
+    assert npu_counts.read()["stream_syncs"] == 2  # after the warm-up and at the end: runs are not held up in between
     assert len(events) == 5
     assert all(event.query() for pair in events for event in pair)
     assert all(start.elapsed_time(end) > 1 for start, end in events)  # by the real runtime interface of torch_npu

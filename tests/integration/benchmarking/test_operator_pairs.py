@@ -22,8 +22,8 @@ def test_both_calls_of_each_pair_agree_and_are_counted() -> None:
     assert all("median_ms" not in result.figures for result in results)  # no times of a software device
 
 
-def test_a_token_into_a_cache_moves_the_token_where_torch_moves_the_cache() -> None:
-    """Torch's transposes the whole cache there and back, two passes each, and the token."""
+def test_writing_a_token_into_a_cache_moves_the_token_alone() -> None:
+    """torch's operator transposes the whole cache there and back, two passes each, and the token."""
     longest = [result for result in run("bf16", shrink=512, repeats=2) if result.name == PAIRS[2].name][-2:]
     cache = 8 * 64 * 128 * 2  # of one row, 64 tokens
     moved = {result.provider: result.figures["bytes"] for result in longest}

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import kernels_ext_npu
 from kernels_ext_npu.binding import forward_binding
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import DeepseekV3MoE, Qwen3MoeSparseMoeBlock
-from tests.support import expert_modules, zoo
+from tests.fused_moe import expert_modules
+from tests.support import zoo
 from tests.support.nearness import TOLERANCE, assert_near
 from tests.support.served import kernelized
 
@@ -144,7 +145,7 @@ def train_without_dropout(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), PLACES)
-def test_it_computes_from_the_next_call_on_and_whenever_kernels_are_looked_at(subtests, name: str, kind: str) -> None:
+def test_a_forward_that_a_class_gets_later_computes_from_the_next_call_on(subtests, name: str, kind: str) -> None:
     original = zoo.build(name)
     model = copy.deepcopy(original).to("npu")
     model.set_use_kernels(True)
@@ -170,7 +171,7 @@ def test_a_graph_that_was_captured_before_is_captured_again(kind: str, change) -
         assert_near(compiled(x.npu()), original(x))
 
 
-def test_it_may_take_more_arguments_than_what_it_replaces() -> None:
+def test_a_forward_that_a_class_gets_later_may_take_other_arguments() -> None:
     model = kernelized("qwen3")
     mlp: Any = model.model.layers[0].mlp
     x = torch.ones(1, 2, mlp.gate_proj.in_features, device="npu")
@@ -187,7 +188,7 @@ def test_it_may_take_more_arguments_than_what_it_replaces() -> None:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("cls", [Qwen3MoeSparseMoeBlock, DeepseekV3MoE])
-def test_experts_in_a_list_are_called_then(cls: type[nn.Module], change) -> None:
+def test_changed_experts_in_a_list_are_called_one_by_one(cls: type[nn.Module], change) -> None:
     original = expert_modules.block(cls)
     model = kernels_ext_npu.kernelize(nn.ModuleDict({"block": copy.deepcopy(original)}).to("npu"))["block"]
     assert forward_binding.kernel_forward(model) is not None
@@ -200,8 +201,8 @@ def test_experts_in_a_list_are_called_then(cls: type[nn.Module], change) -> None
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_layers_with_adapters_are_called_then(change) -> None:
-    """Also where they are computed together: queries, keys and values of a model that is trained."""
+def test_changed_layers_with_adapters_are_called_one_by_one(change) -> None:
+    """Queries, keys and values of a model that is trained are computed together otherwise."""
     torch.manual_seed(0)
     config = LoraConfig(target_modules=["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], init_lora_weights=False)
     original = get_peft_model(zoo.build("qwen3"), config).eval()
@@ -216,7 +217,7 @@ def test_layers_with_adapters_are_called_then(change) -> None:
     ("bert", "BertSelfOutput", [torch.ones(1, 2, 64), None]),
     ("ernie4_5_moe", "Ernie4_5_MoeTopKRouter", [torch.ones(64)]),
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused_as_by_the_class(name: str, kind: str, given: list[Any]) -> None:
+def test_wrong_arguments_raise_the_error_of_the_original_class(name: str, kind: str, given: list[Any]) -> None:
     original, model = zoo.build(name), kernelized(name)
     with pytest.raises(Exception) as expected:  # noqa: PT011  whatever the class raises
         modules_named(original, kind)[0](*given)

@@ -59,7 +59,7 @@ NAMES = [
 @pytest.mark.parametrize("is_swapped_first", [True, False], ids=["swapped first", "parametrized first"])
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_weights_are_computed_as_often_as_without_kernels_and_by_no_look(
+def test_computed_weights_are_computed_by_forwards_alone_and_as_often_as_without_kernels(
     registered, name: str, is_swapped_first: bool
 ) -> None:
     plain = made(name)[0].train()

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import kernels_ext_npu
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
-from tests.support import expert_modules, zoo
+from tests.fused_moe import expert_modules
+from tests.support import zoo
 from tests.support.nearness import assert_near
 
 
@@ -27,7 +28,9 @@ def scaling(original: Callable, watched: type[nn.Module]) -> Callable:
 @pytest.mark.parametrize(
     ("owner", "attribute"), [(nn.Linear, "__call__"), (nn.Module, "__call__"), (nn.Linear, "forward")]
 )
-def test_lists_of_experts_call_it(registered, monkeypatch, owner: type[nn.Module], attribute: str) -> None:
+def test_lists_of_experts_call_what_replaces_a_call_of_torch(
+    registered, monkeypatch, owner: type[nn.Module], attribute: str
+) -> None:
     original = expert_modules.block(Qwen3MoeSparseMoeBlock)
     model = kernels_ext_npu.kernelize(nn.ModuleDict({"block": copy.deepcopy(original)}).to("npu"))
     x = expert_modules.block_inputs()

@@ -13,9 +13,8 @@ from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu.binding import forward_binding
-from tests.support import zoo
+from tests.support import npu_counts, zoo
 from tests.support.served import kernelized
 
 SIZE = 32
@@ -127,9 +126,9 @@ def wrap(module: nn.Module, *ways) -> list:
 
 
 def launches(model: nn.Module, x: torch.Tensor) -> int:
-    softnpu.reset_counters()
+    npu_counts.reset()
     model(x)
-    return softnpu.counters().get("npu_rms_norm", 0)
+    return npu_counts.read().get("npu_rms_norm", 0)
 
 
 def rows(model: nn.Module) -> dict[str, tuple[bool, str | None]]:
@@ -137,8 +136,10 @@ def rows(model: nn.Module) -> dict[str, tuple[bool, str | None]]:
 
 
 @pytest.mark.parametrize("way", SHOWN + HIDDEN, ids=lambda way: way.__name__)
-def test_the_kernel_goes_inside_and_comes_out_again_where_the_forward_shows(registered, way) -> None:
-    """And otherwise nothing is changed."""
+def test_a_kernel_replaces_the_forward_inside_a_wrapper_that_exposes_it_and_restore_puts_it_back(
+    registered, way
+) -> None:
+    """A wrapper that hides its forward stays, with a reason in the report, and its module has no kernel."""
     model, shows = norms(), way in SHOWN
     x = torch.randn(3, SIZE, device="npu")
     expected = model(x)
@@ -164,8 +165,8 @@ def test_the_kernel_goes_inside_and_comes_out_again_where_the_forward_shows(regi
 
 
 @pytest.mark.parametrize("way", HIDDEN, ids=lambda way: way.__name__)
-def test_over_a_kernel_it_steps_aside_for_what_the_class_is_given(registered, monkeypatch, way) -> None:
-    """The wrapper holds what computed then, with a kernel or without."""
+def test_a_wrapper_around_a_kernel_calls_a_forward_that_the_class_gets_later(registered, monkeypatch, way) -> None:
+    """The wrapper hides what it holds: a forward that knows when it is not the one to compute any more."""
     model = kernels_ext_npu.kernelize(norms())
     x = torch.randn(3, SIZE, device="npu")
     expected = model(x)
@@ -184,9 +185,9 @@ def test_another_experts_implementation_gets_through_a_wrapper(registered) -> No
     kernels_ext_npu.kernelize(model)
     for name, products in (("eager", 0), ("npu_grouped_mm", 4)):
         model.set_experts_implementation(name)
-        softnpu.reset_counters()
+        npu_counts.reset()
         zoo.logits("qwen3_moe", model)
-        assert softnpu.counters().get("npu_grouped_matmul", 0) == products
+        assert npu_counts.read().get("npu_grouped_matmul", 0) == products
     assert seen == ["closure"] * 2
 
 
@@ -207,7 +208,7 @@ class MarkedForOthers(nn.Linear):
     kernel_layer_name = "SiluAndMul"
 
 
-def test_a_note_of_the_forward_that_is_not_called_is_no_place_for_a_kernel(registered) -> None:
+def test_a_forward_that_is_kept_and_not_called_gets_no_kernel(registered) -> None:
     """A forward that was replaced altogether, with the old one kept for undoing it."""
     model = norms()
     model.first.forward_before = original = model.first.forward
@@ -294,7 +295,7 @@ def test_a_model_that_keeps_its_kernels_keeps_its_wrappers_when_its_mode_changes
     kernels_ext_npu.kernelize(model)
     kernels_ext_npu.unregister()
     wrapper = model.model.norm.forward
-    softnpu.reset_counters()
+    npu_counts.reset()
     model.train().eval().model.norm(torch.ones(2, model.config.hidden_size, device="npu"))
     assert (model.model.norm.forward, seen) == (wrapper, ["closure"])
-    assert softnpu.counters()["npu_rms_norm"] == 1
+    assert npu_counts.read()["npu_rms_norm"] == 1

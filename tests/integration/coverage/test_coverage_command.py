@@ -78,7 +78,7 @@ def test_json_has_the_sums_and_every_model_type(report: dict) -> None:
 
 
 def test_model_types_in_detail() -> None:
-    """With reasons, and two types of a folder once."""
+    """Reasons are beside them, and two types of one folder are shown once."""
     result = run("qwen3_moe", "gemma3", "falcon_h1", "qwen3_vl", "qwen3_vl_text", columns=160)
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines()]

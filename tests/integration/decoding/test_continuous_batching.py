@@ -9,7 +9,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.generation.continuous_batching import continuous_api
 
 import kernels_ext_npu
-import softnpu
+from tests.support import npu_counts
 from tests.support.attention_models import pair
 
 NEW = 5
@@ -52,14 +52,14 @@ def on_the_cpu(model: PreTrainedModel) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt_oss", marks=pytest.mark.long), "gemma3"])
 def test_tokens_in_graphs_are_those_of_single_prompts(name: str) -> None:
-    """With full attention; with windows beside it, and with sinks."""
+    """Models have full attention, windows beside it, or sinks."""
     model, ours = models(name)
-    softnpu.reset_counters()
+    npu_counts.reset()
     assert tokens(generated(ours, **PADDED)) == on_the_cpu(model)
-    launches = softnpu.counters(in_graphs=True)
-    assert softnpu.counters()["graph_replays"] > 1
-    assert launches["npu_fusion_attention_v3"] == 2 * softnpu.counters()["graph_replays"]
-    assert launches["logical_not"] <= 2 * softnpu.counters()["graph_replays"]  # masks: one for each kind of layer
+    launches = npu_counts.read(in_graphs=True)
+    assert npu_counts.read()["graph_replays"] > 1
+    assert launches["npu_fusion_attention_v3"] == 2 * npu_counts.read()["graph_replays"]
+    assert launches["logical_not"] <= 2 * npu_counts.read()["graph_replays"]  # masks: one for each kind of layer
 
 
 def test_attention_lets_the_host_wait_once_a_step_and_never_in_graphs() -> None:
@@ -69,9 +69,9 @@ def test_attention_lets_the_host_wait_once_a_step_and_never_in_graphs() -> None:
     original = continuous_api.ModelRunner.compute_batch
 
     def counted(*args: Any) -> None:
-        before = softnpu.counters()
+        before = npu_counts.read()
         original(*args)
-        after = softnpu.counters()
+        after = npu_counts.read()
         steps.append(tuple(after.get(name, 0) - before.get(name, 0) for name in ("graph_replays", "stream_syncs")))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -83,11 +83,11 @@ def test_attention_lets_the_host_wait_once_a_step_and_never_in_graphs() -> None:
         assert {waits for replays, waits in steps if replays} == {0}
 
 
-def test_graphs_and_batches_prepared_ahead_are_for_those_who_ask() -> None:
+def test_generate_batch_uses_no_graphs_and_no_async_batching_unless_asked() -> None:
     model, ours = models("qwen3")
-    softnpu.reset_counters()
+    npu_counts.reset()
     assert tokens(generated(ours)) == on_the_cpu(model)
-    assert "graph_replays" not in softnpu.counters()
+    assert "graph_replays" not in npu_counts.read()
     with pytest.raises(RuntimeError, match=r"Async batching requires a device type in .* but got device.type = 'npu'"):
         generated(ours, use_async_batching=True)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu.swaps.attention import mla_absorb
+from tests.support import npu_counts
 from tests.support.sparse_models import MODELS, made
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -59,9 +59,9 @@ def test_tokens_in_graphs_are_those_of_the_model_itself(steps, name: str) -> Non
     expected = generated(model)
     assert generated(ours) == expected
     steps.clear()
-    softnpu.reset_counters()
+    npu_counts.reset()
     assert generated(ours, **GRAPHS) == expected
-    assert softnpu.counters()["graph_replays"] == NEW - 2
+    assert npu_counts.read()["graph_replays"] == NEW - 2
     assert set(steps) == {"attend" if name in LATENT else "attend_chosen"}
 
 
@@ -72,9 +72,9 @@ def test_operators_of_sparse_attention_are_in_the_graph() -> None:
     ours = kernels_ext_npu.kernelize(model.to("npu"))
     ours.set_attn_implementation("sdpa")
     expected = generated(ours, cache_implementation="static")
-    softnpu.reset_counters()
+    npu_counts.reset()
     assert generated(ours, **GRAPHS) == expected
-    launched = softnpu.counters(in_graphs=True)
+    launched = npu_counts.read(in_graphs=True)
     for operator, times in (("npu_lightning_indexer", 2), ("npu_sparse_flash_attention", 1)):  # in place, and of copies
         assert launched[operator] == times * (NEW - 2) * ours.config.num_hidden_layers
 
@@ -85,9 +85,9 @@ def test_latents_are_read_in_the_graph_as_the_static_cache_holds_them() -> None:
     ours = kernels_ext_npu.kernelize(model.to("npu"))
     ours.set_attn_implementation("sdpa")
     expected = generated(ours, cache_implementation="static")
-    softnpu.reset_counters()
+    npu_counts.reset()
     assert generated(ours, **GRAPHS) == expected
-    launched = softnpu.counters(in_graphs=True)
+    launched = npu_counts.read(in_graphs=True)
     assert launched["npu_fused_infer_attention_score"] == (NEW - 2) * ours.config.num_hidden_layers
     assert not launched.keys() & {"npu_fusion_attention", "npu_fusion_attention_v3"}
 

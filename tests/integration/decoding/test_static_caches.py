@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticIndexedLayer, StaticLayer, StaticSlidingWindowLayer
 
-import softnpu
 from kernels_ext_npu.measuring.costs import Cost
+from tests.support import npu_counts
 
 ROOM = 6
 
@@ -22,8 +22,8 @@ def layers(windowed: bool) -> list[StaticLayer]:
 
 
 @pytest.mark.parametrize(("prompt", "windowed"), [(4, False), (3, True), (9, True), (0, True)])
-def test_they_hold_what_they_held(registered: None, prompt: int, windowed: bool) -> None:
-    """Windows that become full while tokens come, that are full from the start, and from the first token on."""
+def test_static_caches_hold_what_those_of_transformers_hold(registered: None, prompt: int, windowed: bool) -> None:
+    """Windows become full while tokens come, are full from the start, or from the first token on."""
     theirs, ours = layers(windowed)
     for number, count in enumerate([*[prompt] * bool(prompt), *[1] * 8, 2, 1]):
         keys, values = tokens(count, number), tokens(count, 100 + number)
@@ -35,7 +35,7 @@ def test_they_hold_what_they_held(registered: None, prompt: int, windowed: bool)
 
 
 def test_keys_and_values_of_other_sizes_and_strides_and_their_order(registered: None) -> None:
-    """Those of latent attention, of one head; states that are a part of what a projection gives; sequences in turn."""
+    """Latent attention has one head; states may be a part of what a projection gives, or sequences in turn."""
     theirs, ours = layers(windowed=False)
     for number, count in enumerate((3, 1, 1)):
         states = tokens(count, number, 2, count, 1, 8).transpose(1, 2)
@@ -48,7 +48,7 @@ def test_keys_and_values_of_other_sizes_and_strides_and_their_order(registered: 
             layer.reorder_cache(torch.tensor([1, 0]))
 
 
-def test_keys_of_indexers_are_written_likewise(registered: None) -> None:
+def test_static_caches_hold_keys_of_indexers_without_copying_the_cache(registered: None) -> None:
     theirs, ours = StaticIndexedLayer(32), StaticIndexedLayer(32)
     for number, count in enumerate((4, 1, 1, 2, 1)):
         states = tokens(count, number, 2, count, 4)
@@ -81,9 +81,9 @@ def test_a_token_takes_few_launches_and_nothing_of_the_host(registered, windowed
     given = tokens(prompt, 0).npu()
     layer.update(given, given)
     keys, values = tokens(1, 1).npu(), tokens(1, 2).npu()
-    softnpu.reset_counters()
+    npu_counts.reset()
     layer.update(keys, values)
-    assert softnpu.counters() == launches | {"stream_syncs": 0, "device_to_host_copies": 0}
+    assert npu_counts.read() == launches | {"stream_syncs": 0, "device_to_host_copies": 0}
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -17,8 +17,8 @@ from kernels_ext_npu.doctor.checks import kernel_files
 from kernels_ext_npu.doctor.findings import Verdict
 from kernels_ext_npu.doctor.observations import run
 from kernels_ext_npu.doctor.probes import copies_and_cache
+from tests.integration.doctor import doctor_faults as faults
 from tests.localhub import LocalHub
-from tests.support import doctor_faults as faults
 from tests.support.published_kernels import publish
 
 ROOT = Path(__file__).resolve().parents[3]

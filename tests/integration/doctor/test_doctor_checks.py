@@ -21,7 +21,7 @@ from kernels_ext_npu.doctor.observations import Outcome, run
 from kernels_ext_npu.doctor.probes import copies_and_cache, hardware_and_cann, swapped_and_compared, torch_npu_alone
 from kernels_ext_npu.machine import description
 from kernels_ext_npu.machine.cann_releases import parse_release, sentences
-from tests.support import doctor_faults as faults
+from tests.integration.doctor import doctor_faults as faults
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from kernels_ext_npu.doctor import examination
 from kernels_ext_npu.doctor.checks import hub_access
 from kernels_ext_npu.doctor.findings import Finding, Verdict
 from kernels_ext_npu.machine.privacy import hide
+from tests.integration.doctor import doctor_faults as faults
 from tests.localhub import LocalHub
-from tests.support import doctor_faults as faults
 
 
 @pytest.fixture(autouse=True)

@@ -118,7 +118,7 @@ def test_few_of_the_layers_of_a_235b_model_run(monkeypatch) -> None:
     assert after["launches"] < before["launches"] / 10
 
 
-def test_what_the_inputs_do_not_reach_is_said(tmp_path: Path) -> None:
+def test_modules_that_the_inputs_do_not_reach_are_named(tmp_path: Path) -> None:
     vision = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "depth": 3, "out_hidden_size": 64}
     text = SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
     AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision).save_pretrained(tmp_path)

@@ -69,7 +69,7 @@ def test_the_title_says_the_result(figure) -> None:
     assert any("waits 9 → 0 times" in text for text in texts)
 
 
-def test_more_of_something_is_said_and_what_stays_is_not() -> None:
+def test_the_title_names_what_grows_and_leaves_out_what_stays() -> None:
     more = [Counts(launches=Counter({"mm": number}), bytes=Counter({"mm": 7}), peak=5) for number in (10, 15)]
     assert picture.result(*more) == "1.5 × more launches"
     assert picture.result(more[0], more[0]) == "nothing changes"

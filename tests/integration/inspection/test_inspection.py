@@ -10,13 +10,12 @@ from torch._subclasses import FakeTensorMode
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu.inspection.counting import repetition
 from kernels_ext_npu.inspection.counting.dispatch import Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues, UnknownValueError
 from kernels_ext_npu.inspection.counting.phases import GROWING, STATIC, replays
 from kernels_ext_npu.inspection.subject import Subject
-from tests.support import memory, zoo
+from tests.support import memory, npu_counts, zoo
 from tests.support.costs import SOC, published
 from tests.support.launches import computing
 
@@ -56,7 +55,7 @@ def run(model: PreTrainedModel, ids: torch.Tensor, phase: str) -> None:
         cache = DynamicCache(config=config) if phase == GROWING else StaticCache(config, max_cache_len=TOKENS + 1)
         model(ids, past_key_values=cache, use_cache=True)
         token = ids[:, -1:]
-        softnpu.reset_counters()
+        npu_counts.reset()
         model(input_ids=token, past_key_values=cache, use_cache=True, position_ids=place)
 
 
@@ -81,9 +80,9 @@ def test_launches_and_waits_are_those_of_the_device(name: str, phases: tuple[str
     for phase, counts in counted.items():
         run(real, ids, phase)  # caches fill
         real.zero_grad()
-        softnpu.reset_counters()
+        npu_counts.reset()
         run(real, ids, phase)
-        happened = Counter(softnpu.counters())
+        happened = Counter(npu_counts.read())
         assert (phase, counts.waits) == (phase, happened.pop("stream_syncs"))
         del happened["device_to_host_copies"]
         assert computing(counts.launches) == computing(happened), phase
@@ -213,7 +212,7 @@ def test_an_operator_takes_what_its_operations_or_bytes_take(function, shapes, d
 
 
 def test_products_by_groups_read_the_experts_that_have_tokens() -> None:
-    """Of 128, three: a token of a mixture reads no others, whatever multiplies them."""
+    """A token of three experts among 128 reads no others, whatever multiplies them."""
 
     def loop(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> None:
         torch._grouped_mm(x, weight, offs=ends)

@@ -146,7 +146,7 @@ def test_a_weight_of_another_shape_is_broadcast_as_without_kernels(registered, w
     assert_near(outputs(model, "qwen3"), outputs(original, "qwen3"))
 
 
-def test_a_forward_of_another_file_counts_even_if_it_begins_in_the_same_line(registered, monkeypatch) -> None:
+def test_a_new_forward_from_another_file_at_the_same_line_is_noticed(registered, monkeypatch) -> None:
     original, model = zoo.build("qwen3_moe"), kernelized("qwen3_moe")
     outputs(model, "qwen3_moe")
     cls = type(modules(original, "Experts")[0].act_fn)

@@ -104,7 +104,7 @@ def test_adapters_are_in_place_before_the_kernels() -> None:
     assert reasons(model, "Qwen3MLP") == {"two products, since a projection is a peft.tuners.lora.layer.Linear"}
 
 
-def test_copies_wait_too() -> None:
+def test_a_copy_of_a_waiting_model_waits_for_its_first_call_too() -> None:
     model = zoo.build("qwen3").to("npu")
     other = copy.deepcopy(model)
     call(model)
@@ -119,7 +119,7 @@ def test_restore_before_the_first_call_leaves_a_model_out() -> None:
     assert swapped(model) == {False}
 
 
-def test_unregister_ends_it_for_models_that_wait_and_for_copies_of_them() -> None:
+def test_unregister_leaves_models_that_still_wait_without_kernels() -> None:
     waiting = zoo.build("qwen3").to("npu")
     copied = copy.deepcopy(waiting)
     kernels_ext_npu.unregister()
@@ -130,7 +130,7 @@ def test_unregister_ends_it_for_models_that_wait_and_for_copies_of_them() -> Non
         assert not model._forward_pre_hooks
 
 
-def test_unregister_leaves_the_wrapper_of_somebody_else_and_is_without_effect_below() -> None:
+def test_unregister_keeps_a_wrapper_that_another_library_put_around_init() -> None:
     ours = PreTrainedModel.__init__
     theirs = functools.wraps(ours)(lambda *args, **kw: ours(*args, **kw))
     PreTrainedModel.__init__ = theirs
@@ -168,7 +168,7 @@ def test_a_compiled_model_is_swapped_before_it_is_compiled(npu_counters) -> None
 
 # ---- libraries with kernels of their own ----------------------------------------------------------------------------
 def test_a_class_whose_forward_was_replaced_is_kept_and_the_library_named(monkeypatch) -> None:
-    """As verl does, and ms-swift with MLPs. The report says so although it knew the class before."""
+    """verl replaces forwards of norms so, and ms-swift those of MLPs, of classes that were matched before."""
     call(zoo.build("qwen3").to("npu"))
     monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", rms_norm_npu)
     model = zoo.build("qwen3").to("npu")

@@ -20,7 +20,7 @@ import softnpu, peft, torch
 import kernels_ext_npu
 from kernels_ext_npu import model_configs
 from kernels_ext_npu.demo import model_comparison
-from tests.support.traces import differences, snapshot
+from tests.integration.lifecycle.traces import differences, snapshot
 from transformers.integrations import hub_kernels
 from transformers import AutoConfig
 # files that are changed without a model of theirs

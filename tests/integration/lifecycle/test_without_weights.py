@@ -8,8 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kernels_ext_npu
-import softnpu
-from tests.support import zoo
+from tests.support import npu_counts, zoo
 from tests.support.nearness import assert_near
 from tests.support.served import kernelized, reasons, rows, swapped
 
@@ -56,9 +55,9 @@ def test_what_is_swapped_on_meta_is_swapped_once_it_is_loaded(name, assign) -> N
     load(model, reference, assign)
     loaded_first, calls = kernelized(name), []
     for each in (model, loaded_first):
-        softnpu.reset_counters()
+        npu_counts.reset()
         assert_equal_logits(name, each)
-        calls.append([softnpu.counters().get(of, 0) for of in ("npu_rms_norm", "npu_rotary_mul", "npu_grouped_matmul")])
+        calls.append([npu_counts.read().get(of, 0) for of in ("npu_rms_norm", "npu_rotary_mul", "npu_grouped_matmul")])
         assert swapped_by_path(each) == on_meta_swapped
     assert calls[0] == calls[1]
 

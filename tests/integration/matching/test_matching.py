@@ -81,7 +81,7 @@ def test_the_decorators_of_rotary_embeddings_are_seen_through_in_any_order(forwa
     assert find_pattern(made(forward)).layers == ("RotaryEmbedding",)
 
 
-def test_those_of_the_installed_transformers_are() -> None:
+def test_the_decorators_of_the_installed_transformers_are_seen_through() -> None:
     assert find_pattern(Table).layers == ("RotaryEmbeddingFloat32",)
 
 
@@ -139,7 +139,7 @@ def rename_impostor(func):
         twice(Table.forward),
     ],
 )
-def test_other_decorators_are_not(forward) -> None:
+def test_other_decorators_are_not_seen_through(forward) -> None:
     assert find_pattern(made(forward)) is None
 
 
@@ -147,12 +147,12 @@ def test_other_decorators_are_not(forward) -> None:
     twice(LlamaRMSNorm.forward), torch.no_grad()(LlamaRMSNorm.forward), lambda self, x: x,
     nn.LayerNorm.forward, nn.Module.forward, nn.Linear.forward, OtherHelper.forward,
 ])  # fmt: skip
-def test_another_computation_does_not(forward) -> None:
+def test_a_class_that_computes_something_else_does_not_match(forward) -> None:
     base = OtherHelper if forward is OtherHelper.forward else LlamaRMSNorm
     assert find_pattern(type("Made", (base,), {"forward": forward})) is None
 
 
-def test_a_class_without_source_does_not() -> None:
+def test_a_class_without_source_does_not_match() -> None:
     space = {"torch": torch, "nn": nn}
     exec("class Made(nn.Module):\n    def forward(self, x):\n        return x", space)
     assert fingerprint(space["Made"]) is None

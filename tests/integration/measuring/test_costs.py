@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from kernels_ext_npu.measuring.costs import Cost
 
 
-def test_what_an_operator_picks_or_puts_is_moved_and_not_what_it_leaves() -> None:
+def test_gathers_and_scatters_move_the_rows_that_they_touch() -> None:
     """Of a table of 1,000 x 64 floats in 256,000 bytes, by 8 numbers of 8 bytes."""
     table, rows = torch.ones(1000, 64, device="npu"), torch.arange(8, device="npu")
     columns = rows.unsqueeze(-1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.inside import Seen, bf16
+from tests.integration.measuring.inside import Seen, bf16
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: str = "BNSD", **given):

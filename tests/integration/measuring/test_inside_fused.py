@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from tests.support.inside import Seen, bf16
+from tests.integration.measuring.inside import Seen, bf16
 
 
 def test_sums_of_layer_norms_are_written_where_they_are_asked_for() -> None:

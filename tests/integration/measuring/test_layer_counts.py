@@ -16,7 +16,7 @@ QWEN2_5_VL_7B = {"depth": 8, "hidden_size": 1280, "intermediate_size": 3420, "nu
 IMAGE = torch.tensor([[1, 32, 32]])  # 1,024 patches, 448 pixels a side
 
 
-def test_a_tower_launches_less() -> None:
+def test_kernels_save_launches_in_a_vision_tower() -> None:
     values, config = KnownValues(), Qwen2_5_VLVisionConfig(**QWEN2_5_VL_7B)
     with FakeTensorMode(allow_non_fake_inputs=True):
         with Counting(values, SOC), torch.device("npu"):

@@ -25,9 +25,9 @@ from transformers.models.xlstm.modeling_xlstm import xLSTMRMSNorm
 
 import kernels_ext_npu
 from kernels_ext_npu.patterns.norms import layer_norms, rms_norms
+from tests.fused_moe.router_classes import instance as router
 from tests.support import swapped as swapping
-from tests.support.mlp_classes import instance as mlp
-from tests.support.router_classes import instance as router
+from tests.swiglu.mlp_classes import instance as mlp
 
 SIZE = 32
 BFLOAT16 = torch.bfloat16

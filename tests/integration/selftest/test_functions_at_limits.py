@@ -7,7 +7,7 @@ import pytest
 
 from kernels_ext_npu.selftest import comparing, functions
 from kernels_ext_npu.selftest.cases import Function
-from tests.support.differentiated import kernel
+from tests.support.local_kernels import kernel
 
 AT_LIMITS = [function for function in functions.FUNCTIONS if function.at]
 

@@ -18,8 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 import kernels_ext_npu
-import softnpu
-from tests.support import zoo
+from tests.support import npu_counts, zoo
 from tests.support.nearness import assert_each_near
 
 NAMES = ["llama", "qwen3", "gemma3_text", "olmo2", "mixtral"]
@@ -71,7 +70,7 @@ def step(model: Any, **options: Any) -> Any:
     ids, cache = torch.arange(10).view(1, 10).to(model.device), DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids, past_key_values=cache)
-        softnpu.reset_counters()
+        npu_counts.reset()
         return model(ids[:, :1], past_key_values=cache, **options)
 
 
@@ -208,11 +207,11 @@ def test_the_loop_of_a_model_norms_for_the_next_layer_in_one_launch(name: str) -
     ours = kernels_ext_npu.kernelize(zoo.build(name).eval().to("npu"))
     layers = ours.config.get_text_config().num_hidden_layers
     step(ours)
-    assert softnpu.counters()[LAUNCH] == 2 * layers - 1
+    assert npu_counts.read()[LAUNCH] == 2 * layers - 1
     with torch.inference_mode():
         one = ours(torch.tensor([[5]], device="npu")).logits
-        softnpu.reset_counters()
+        npu_counts.reset()
         ours(torch.tensor([[5]], device="npu"))
-        assert softnpu.counters()[LAUNCH] == 2 * layers - 1
+        assert npu_counts.read()[LAUNCH] == 2 * layers - 1
     with torch.no_grad():
         assert torch.equal(ours(torch.tensor([[5]], device="npu")).logits, one)

@@ -10,10 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu.swaps import functions
 from kernels_ext_npu.swaps.protocol import Row
-from tests.support import served, zoo
+from tests.support import npu_counts, served, zoo
 from tests.support.nearness import TOLERANCE, assert_gradients_near, assert_near, gradients
 from tests.support.served import kernelized
 
@@ -88,10 +87,10 @@ def test_every_function_is_swapped_and_called(name: str) -> None:
         {"ChunkKDA", "FusedRecurrentKDA", "CausalConv1d", "CausalConv1dUpdate"},
     )
     assert all(row.swapped and row.reason is None for row in found.values())
-    softnpu.reset_counters()
+    npu_counts.reset()
     with torch.no_grad():
         zoo.logits(name, model)
-    assert not {"linalg_solve_triangular", "triangular_solve"} & softnpu.counters().keys()
+    assert not {"linalg_solve_triangular", "triangular_solve"} & npu_counts.read().keys()
 
 
 def test_scans_keep_their_functions_and_say_why() -> None:
@@ -110,10 +109,10 @@ def test_selective_scans_are_swapped_and_take_no_token_by_itself(name: str) -> N
     assert rows(model)["mamba_selective_scan"].kernel == "SelectiveScan"
     launches = []
     for tokens in (32, 64, 128):
-        softnpu.reset_counters()
+        npu_counts.reset()
         with torch.no_grad():
             model(torch.ones(1, tokens, dtype=torch.long, device="npu"), use_cache=False)
-        launches.append(softnpu.counters()["addcmul"])
+        launches.append(npu_counts.read()["addcmul"])
     scans = launches[1] - launches[0]
     assert launches[2] - launches[1] == 2 * scans
     assert 0 < scans <= 8

@@ -12,8 +12,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCach
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
 import kernels_ext_npu
-import softnpu
-from tests.support import zoo
+from tests.support import npu_counts, zoo
 from tests.support.nearness import assert_each_near
 
 OWN = Qwen3DecoderLayer.forward  # before any kernel is swapped in
@@ -46,16 +45,16 @@ def step(model: nn.Module, rows: int = 1, static: bool = False, padding: int = 0
         masks = [{"attention_mask": m.to(device)} if padding else {} for m in (mask[:, :10], mask)]
         places = torch.full((rows, 1), 10, device=device)
         model(ids, **given, **masks[0])
-        softnpu.reset_counters()
+        npu_counts.reset()
         logits = model(ids[:, :1], position_ids=places, **given, **masks[1]).logits
-        counted = softnpu.counters()
+        counted = npu_counts.read()
     return logits.cpu(), counted
 
 
 @pytest.mark.parametrize(("rows", "padding", "static", "most"), [
     (1, 0, False, 560), (2, 4, True, 680),
 ])  # fmt: skip
-def test_a_step_of_36_layers(rows: int, padding: int, static: bool, most: int) -> None:
+def test_a_decoding_step_fuses_sums_with_norms_in_every_layer(rows: int, padding: int, static: bool, most: int) -> None:
     model = kernels_ext_npu.kernelize(qwen3(LAYERS).to(torch.bfloat16).to("npu"))
     _, counted = step(model, rows, static, padding)
     waits = counted.pop("stream_syncs") + counted.pop("device_to_host_copies")
@@ -79,7 +78,7 @@ def test_logits_are_those_on_the_cpu(name: str) -> None:
     assert counted.get(LAUNCH, 0) == fused
 
 
-def test_it_is_reported_and_undone() -> None:
+def test_a_norm_that_is_fused_with_a_sum_is_reported_and_restored() -> None:
     model = kernels_ext_npu.kernelize(qwen3().to("npu"))
     assert "fused add and norm during decoding" in " ".join(str(kernels_ext_npu.report(model)).split())
     expected, counted = step(model)
@@ -153,7 +152,7 @@ def scaled(cls: Any) -> Callable:
 
 
 @pytest.mark.parametrize("cls", [Qwen3RMSNorm, Qwen3DecoderLayer])
-def test_a_forward_that_a_class_is_given_computes_its_norms(monkeypatch, cls: Any) -> None:
+def test_norms_use_a_forward_that_their_class_gets_later(monkeypatch, cls: Any) -> None:
     model, ours = qwen3(), kernels_ext_npu.kernelize(qwen3().to("npu"))
     unchanged, counted = step(ours)
     assert counted[LAUNCH] == 5

@@ -6,10 +6,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu.matching.repeated_heads_scan import without_repeats
 from kernels_ext_npu.swaps import functions
-from tests.support import zoo
+from tests.support import npu_counts, zoo
 from tests.support.nearness import assert_gradients_near, assert_near, gradients
 from tests.support.served import kernelized
 
@@ -24,9 +23,9 @@ def mixers(model: PreTrainedModel) -> list[nn.Module]:
 
 def repeats(model: PreTrainedModel, name: str) -> int:
     """Count what is repeated in a forward and backward of a row."""
-    softnpu.reset_counters()
+    npu_counts.reset()
     zoo.logits(name, model, use_cache=False).square().mean().backward()
-    return softnpu.counters().get("repeat_interleave", 0)
+    return npu_counts.read().get("repeat_interleave", 0)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -40,7 +39,7 @@ def test_heads_are_shared_and_not_repeated(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_they_are_repeated_again_where_the_rule_is_not_ours(name: str) -> None:
+def test_heads_are_repeated_again_once_the_delta_rule_is_restored(name: str) -> None:
     """A function goes back for all models of a process, of which others keep their forwards."""
     model = kernelized(name).train()
     shared = zoo.logits(name, model, use_cache=False)
@@ -53,7 +52,7 @@ def test_they_are_repeated_again_where_the_rule_is_not_ours(name: str) -> None:
     assert not any("forward" in vars(mixer) for mixer in mixers(model))
 
 
-def test_hooks_of_accelerate_run_around_it() -> None:
+def test_hooks_of_accelerate_run_around_the_rewritten_forward() -> None:
     """Whose decorator transformers puts around these forwards, since they call no forward of their convolution."""
     calls = []
 
@@ -111,12 +110,12 @@ def exchanged(self, query, key, value):
 
 
 @pytest.mark.parametrize("forward", [as_transformers, with_a_name])
-def test_what_repeats_for_a_rule_alone_is_written_anew(forward) -> None:
+def test_a_forward_that_repeats_heads_for_the_delta_rule_alone_is_rewritten(forward) -> None:
     query, value = torch.ones(1, 3, 2, 5), torch.ones(1, 3, 4, 5)
     assert forward(Layer(), query, query, value) == (4, 4, 4)
     assert without_repeats(forward, frozenset({"rule"}))(Layer(), query, query, value) == (2, 2, 4)
 
 
 @pytest.mark.parametrize("forward", [read_again, exchanged, rule])
-def test_what_uses_them_otherwise_is_left(forward) -> None:
+def test_a_forward_that_uses_repeated_heads_otherwise_is_left_alone(forward) -> None:
     assert without_repeats(forward, frozenset({"rule"})) is None

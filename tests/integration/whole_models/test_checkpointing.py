@@ -55,7 +55,7 @@ def expected(name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_both_kinds_give_the_gradients_of_the_cpu_also_twice(name: str, reentrant: bool, npu_counters) -> None:
+def test_both_kinds_of_checkpointing_give_the_gradients_of_the_cpu(name: str, reentrant: bool, npu_counters) -> None:
     model = build(name, "npu")
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert_gradients_near(gradients(model, name), expected(name))
@@ -100,7 +100,7 @@ def test_selective_checkpointing_around_a_loss_gives_that_loss(name: str, policy
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_both_kinds_compile(name: str, reentrant: bool, whole: bool) -> None:
+def test_both_kinds_of_checkpointing_compile(name: str, reentrant: bool, whole: bool) -> None:
     torch._dynamo.reset()
     model = build(name, "npu")
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})

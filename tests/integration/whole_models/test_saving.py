@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.integration.whole_models.saving import file_ways, models, pretrained_ways, torch_ways
 from tests.support import memory
-from tests.support.saving import models, of_files, of_pretrained, of_torch  # noqa: F401 each adds its ways
-from tests.support.saving.ways import WAYS
 
 pytestmark = [pytest.mark.usefixtures("registered", "frozen"), pytest.mark.filterwarnings("ignore")]
 
+WAYS = torch_ways.WAYS | file_ways.WAYS | pretrained_ways.WAYS
 OFFLOADS = ("cpu_offload", "cpu_offload_with_hook", "disk_offload")
 # names of classes and functions in a pickle of a whole model: which forward it takes, and where it is
 WITH_CLASSES = {"torch_whole_model", "pickled"}
@@ -54,7 +54,7 @@ def test_models_with_kernels_are_packed() -> None:
 
 
 @pytest.mark.parametrize(("way", "kind"), [(name, kind) for name, way in WAYS.items() for kind in way.kinds])
-def test_it_saves_and_loads_what_it_does_without_kernels(tmp_path: Path, way: str, kind: str) -> None:
+def test_a_model_saves_and_loads_with_kernels_what_it_does_without(tmp_path: Path, way: str, kind: str) -> None:
     """The files are as large, the device holds no more meanwhile, and the model stays as it was."""
     live = models.make(kind, device="npu", kernels=True)  # until then `kernels` lets no model be pickled as a whole
     plain = models.make(kind, device="npu")

@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ class Program:
 
     def __init__(self, variant: str, folder: Path, kernels: bool = True) -> None:
         self.variant, self.folder = variant, folder
-        self.done: list[tuple[str, int]] = []
+        self.done: list[tuple[Any, ...]] = []
         self.is_over = False
         self.is_clear = True
         self.truth: checks.Computed | None = None  # of the twin, until an act does something to it
@@ -45,8 +45,8 @@ class Program:
         """Return the acts that make sense now."""
         return [name for name, act in ACTS.items() if act.applies(self.twin) and act.applies(self.model)]
 
-    def do(self, name: str, seed: int) -> None:
-        """Do one act to both sides, and check what holds after every act.
+    def do(self, name: str, seed: int, *words: Any) -> None:
+        """Do one act to both sides, with what the seed chooses or words say, and check what holds after every act.
 
         Raises:
             AssertionError: something does not hold.
@@ -55,15 +55,25 @@ class Program:
         if act.computes or not act.is_ours:
             self.truth = None
         before = (checks.values(self.model), checks.values(self.twin)) if act.computes else None
-        refused: dict[str, Exception | None] = {}
-        for side in (self.twin, self.model):
-            with nullcontext() if side.has_kernels else side.by_original_functions():
-                refused[side.home] = raised(partial(act.do, side, seed))
-        if any(refused.values()):
-            judge(self, name, seed, refused)
-        self.done.append((name, seed))
+        self._on_sides(name, lambda side: act.do(side, seed, *words), self.twin, self.model)
+        self.done.append((name, seed, *words))
         if not self.is_over:
             self.check(seed, before)
+
+    def _on_sides(self, name: str, what: Callable[[Side], Any], *sides: Side) -> dict[str, Any] | None:
+        """Do something to sides, and return what it gives by their homes; None where one refuses, as it may."""
+        found: dict[str, Any] = {}
+        refused: dict[str, Exception] = {}
+        for side in sides:
+            with side.by_original_functions():
+                try:
+                    found[side.home] = what(side)
+                except Exception as error:
+                    refused[side.home] = error
+        if not refused:
+            return found
+        judge(self, name, what, refused)
+        return None
 
     def check(self, seed: int = 0, before: tuple[Any, Any] | None = None) -> None:
         """Compare the two sides.
@@ -96,34 +106,20 @@ class Program:
 
     def _compare_calls(self, limit: float) -> bool:
         """Call both models, and compare what they compute; return whether the program goes on."""
-        called = self._call(limit)
+        is_known = self.truth is not None and not self.twin.has_steps
+        sides = (self.model,) if is_known else (self.model, self.twin)
+        called = self._on_sides("call", partial(checks.computed, margin=16 * limit), *sides)
         if called is None:
+            self.is_over = True  # there is nothing to compare
             return False
-        result, truth = called
-        self.is_clear = truth.is_clear
+        result, truth = called["npu"], called.get("cpu", self.truth)
+        self.truth, self.is_clear = truth, truth.is_clear
         if not (truth.are_numbers and result.are_numbers):
             self._end_without_numbers(result, truth)
             return False
         if truth.is_clear:
             self._compare_computed(result, truth, limit)
         return True
-
-    def _call(self, limit: float) -> tuple[checks.Computed, checks.Computed] | None:
-        """Call both models; None where they refuse, as they may."""
-        called: list[checks.Computed] = []
-        refused: dict[str, Exception | None] = {}
-        for side in (self.model, self.twin):
-            if side is self.twin and self.truth is not None and not side.has_steps:
-                called.append(self.truth)
-                continue
-            with nullcontext() if side.has_kernels else side.by_original_functions():
-                refused[side.home] = raised(lambda side=side: called.append(checks.computed(side, 16 * limit)))
-        if any(refused.values()):
-            judge(self, "call", 0, refused)
-            self.is_over = True  # there is nothing to compare
-            return None
-        self.truth = called[1]
-        return called[0], called[1]
 
     def _compare_computed(self, result: checks.Computed, truth: checks.Computed, limit: float) -> None:
         """Compare what both compute, and with float64 where rounding may have set them apart."""
@@ -155,7 +151,7 @@ class Program:
         Returns:
             The weights after it, and what it showed; None where it cannot be repeated.
         """
-        twin, (name, seed) = self.twin, self.done[-1]
+        twin, (name, *given) = self.twin, self.done[-1]
         if twin.held or twin.has_steps:
             return None
         model, shown = twin.model, twin.shown
@@ -166,7 +162,7 @@ class Program:
                     if key in before:
                         tensor.copy_(before[key])
             with twin.by_original_functions():
-                ACTS[name].do(twin, seed)
+                ACTS[name].do(twin, *given)
             return checks.values(twin), twin.shown
         except Exception:  # of whatever a user has put into it
             return None
@@ -210,7 +206,7 @@ class Program:
 
 
 # ---- what a side may refuse: what both do, a plain model on the NPU does too, or a sentence of ours says -------------
-def judge(program: Program, name: str, seed: int, refused: dict[str, Exception | None]) -> None:
+def judge(program: Program, name: str, what: Callable[[Side], Any], refused: dict[str, Exception]) -> None:
     """Accept a refusal and let go of it, or raise it. After one that is not the same for both the program is over.
 
     What each side raised is taken out, since it keeps what was computed until then.
@@ -227,17 +223,8 @@ def judge(program: Program, name: str, seed: int, refused: dict[str, Exception |
         program.model.shown, program.twin.shown = [], []
         return
     program.is_over = True
-    if on_a_plain_npu(program, _repeated(name, seed)) is None:
+    if on_a_plain_npu(program, what) is None:
         raise error
-
-
-def raised(what: Callable[[], object]) -> Exception | None:
-    """Do something, and return what it raises."""
-    try:
-        what()
-    except Exception as error:
-        return error
-    return None
 
 
 def on_a_plain_npu(program: Program, what: Callable[[Side], object]) -> Exception | None:
@@ -246,15 +233,13 @@ def on_a_plain_npu(program: Program, what: Callable[[Side], object]) -> Exceptio
     side = Side(program.variant, "npu", False, program.folder / "plain")
     side.folder.mkdir(exist_ok=True)
     try:
-        for done, number in program.done:
+        for done, *given in program.done:
             with suppress(Exception):  # a refusal that was accepted
-                ACTS[done].do(side, number)
-        return raised(lambda: what(side))
+                ACTS[done].do(side, *given)
+        what(side)
+    except Exception as error:
+        return error
+    else:
+        return None
     finally:
         side.close()
-
-
-def _repeated(name: str, seed: int) -> Callable[[Side], object]:
-    if name == "call":
-        return lambda side: side.run().loss.backward()
-    return lambda side: ACTS[name].do(side, seed)

@@ -1,14 +1,38 @@
 """The acts of which programs are made."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from tests.support.programs.side import Side
 
-Run = Callable[[Side, Random], Any]
+Run = Callable[[Side, Any], Any]  # a Random, or Words
+
+
+class Words:
+    """Choose what words say, in their order, in the place of a generator.
+
+    A part is said by its path or its class, a value by itself, and chance by yes or no.
+    """
+
+    def __init__(self, words: Sequence[Any]) -> None:
+        self._words = iter(words)
+
+    def choice(self, options: Sequence[Any]) -> Any:
+        word = next(self._words)
+        return next(one for one in options if word in map(_name, one if isinstance(one, tuple) else (one,)))
+
+    def random(self) -> float:
+        return 0.0 if next(self._words) else 1.0
+
+    def sample(self, options: Sequence[Any], count: int) -> list[Any]:
+        return [self.choice(options) for _ in range(count)]
+
+
+def _name(one: Any) -> Any:
+    return type(one).__name__ if isinstance(one, nn.Module | Tensor) else getattr(one, "__name__", one)
 
 
 class Act(NamedTuple):
@@ -27,10 +51,10 @@ class Act(NamedTuple):
     computes: bool
     is_ours: bool
 
-    def do(self, side: Side, seed: int) -> None:
-        """Do it to a side, with what the seed chooses."""
+    def do(self, side: Side, seed: int, *words: Any) -> None:
+        """Do it to a side, with what the words choose if there are some, or what the seed does."""
         if side.has_kernels or not self.is_ours:
-            found = self.run(side, Random(seed))
+            found = self.run(side, Words(words) if words else Random(seed))
             if isinstance(found, nn.Module):
                 side.model = found
 
@@ -38,20 +62,15 @@ class Act(NamedTuple):
 ACTS: dict[str, Act] = {}
 
 
-def always(side: Side) -> bool:
-    """Tell that an act makes sense whatever has happened."""
-    return True
-
-
 def acts(
-    applies: Callable[[Side], object] = always, *, computes: bool = False, is_ours: bool = False, **runs: Run
+    applies: Callable[[Side], object] = bool, *, computes: bool = False, is_ours: bool = False, **runs: Run
 ) -> None:
-    """Enter acts by their names."""
+    """Enter acts by their names; without a condition they make sense whatever has happened, since a side is true."""
     assert not runs.keys() & ACTS.keys()
     ACTS.update((name, Act(run, applies, computes, is_ours)) for name, run in runs.items())
 
 
-def act(applies: Callable[[Side], object] = always, **options: bool) -> Callable[[Run], Run]:
+def act(applies: Callable[[Side], object] = bool, **options: bool) -> Callable[[Run], Run]:
     """Enter a function among the acts."""
 
     def enter(run: Run) -> Run:

@@ -132,7 +132,10 @@ class Side:
 
     @contextmanager
     def by_original_functions(self) -> Iterator[None]:
-        """Let functions, of which there is one for the process, compute as transformers wrote them."""
+        """Let functions, which sides share, compute as transformers wrote them, unless this one has kernels."""
+        if self.has_kernels:
+            yield
+            return
         found = {callee.function for module in self.model.modules() for callee in called_functions(type(module))}
         held = {function: vars(function)["forward"] for function in found if "forward" in vars(function)}
         for function in held:

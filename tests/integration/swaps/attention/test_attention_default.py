@@ -12,9 +12,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu.transformers_internals import sdpa_drops_biases
-from tests.support import zoo
+from tests.support import npu_counts, zoo
 from tests.support.attention_models import BATCHES, build, on_npu
 from tests.support.launches import ATTENTION as LAUNCH
 from tests.support.launches import attention_launches as launches
@@ -59,8 +58,8 @@ def test_a_model_that_was_made_before_register_takes_it() -> None:
 
 @pytest.mark.parametrize("is_causal", [None, True, False])
 @pytest.mark.parametrize("queries", [1, 3, 5])
-def test_without_a_mask_queries_stand_where_sdpa_has_them(registered, queries, is_causal) -> None:
-    """At the first keys, which a prompt in an empty static cache has, and one query at the last."""
+def test_queries_without_a_mask_are_aligned_to_keys_as_sdpa_aligns_them(registered, queries, is_causal) -> None:
+    """Several stand at the first keys, as a prompt in an empty static cache, and a single one at the last."""
     module, generator = build().model.layers[0].self_attn, torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, queries, 16, generator=generator)
     key, value = torch.randn(2, 2, 2, 5, 16, generator=generator)
@@ -70,21 +69,21 @@ def test_without_a_mask_queries_stand_where_sdpa_has_them(registered, queries, i
     torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_towers_give_lengths_and_take_one_launch_a_layer(registered) -> None:
+def test_vision_towers_with_sequence_lengths_launch_one_attention_a_layer(registered) -> None:
     plain, model = zoo.build("qwen2_5_vl"), zoo.build("qwen2_5_vl").to("npu")
     inputs = zoo.inputs("qwen2_5_vl", plain)
     with torch.no_grad():
         expected = plain(**inputs).logits
-        softnpu.reset_counters()
+        npu_counts.reset()
         found = model(**on_npu(inputs)).logits
-        assert softnpu.counters()[LAUNCH] == 4  # two layers of the tower, two of the language model
+        assert npu_counts.read()[LAUNCH] == 4  # two layers of the tower, two of the language model
         torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
         found = kernels_ext_npu.restore(model)(**on_npu(inputs)).logits  # its windows are calls of their own again
         torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_biases_of_positions_are_those_of_eager_attention(registered) -> None:
-    """With their gradients: transformers 5.22.2 takes them for masks of sdpa where torch_npu is installed."""
+    """Gradients are, too; transformers 5.22.2 takes biases for masks of sdpa where torch_npu is installed."""
     plain, model = zoo.build("swin"), kernels_ext_npu.kernelize(zoo.build("swin").to("npu"))
     plain.set_attn_implementation("eager")
     expected = plain(**zoo.inputs("swin", plain)).last_hidden_state
@@ -138,7 +137,7 @@ def test_nothing_is_said_of_biases_that_sdpa_adds(registered, monkeypatch) -> No
 
 # ---- when it is not --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("named", ["eager", "flash_attention_2"])
-def test_a_name_that_was_chosen_stays(registered, named) -> None:
+def test_an_attention_implementation_that_was_asked_for_stays(registered, named) -> None:
     model = build()
     model.set_attn_implementation(named)
     kernels_ext_npu.kernelize(model.to("npu")).train().eval()
@@ -148,8 +147,8 @@ def test_a_name_that_was_chosen_stays(registered, named) -> None:
 
 
 @pytest.mark.parametrize("way", ["from_pretrained", "from_config", "config", "set_attn_implementation"])
-def test_a_formula_of_its_own_that_was_named_stays(registered, tmp_path, way) -> None:
-    """Also where transformers has nothing better, and takes it unasked, for which ours stands."""
+def test_eager_attention_that_was_asked_for_stays(registered, tmp_path, way) -> None:
+    """For gpt-oss transformers takes eager unasked: ours stands in for that, and not for what was asked for."""
     unasked, named = build("gpt_oss"), {"attn_implementation": "eager"}
     unasked.save_pretrained(tmp_path)
     if way == "from_pretrained":
@@ -177,7 +176,7 @@ def test_a_formula_of_its_own_that_was_named_stays(registered, tmp_path, way) ->
         ("bloom", "changes semantics: it does not call its attention by a name, in whose place another could be put"),
     ],
 )
-def test_what_no_operator_computes_keeps_its_own_and_says_why(registered, name, reason) -> None:
+def test_a_model_whose_attention_no_operator_computes_keeps_its_own_and_says_why(registered, name, reason) -> None:
     model = zoo.build(name)
     before = implementation(model)
     model = kernels_ext_npu.kernelize(model.to("npu"))
@@ -194,13 +193,13 @@ def test_the_host_waits_for_lengths_only_and_once_a_step(registered, name, batch
     if checkpointing:  # transformers 5.23 has another name for it
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     inputs = on_npu(BATCHES[batch]())
-    softnpu.reset_counters()
+    npu_counts.reset()
     model(**inputs, use_cache=False).logits.sum().backward()
-    assert softnpu.counters()["stream_syncs"] == waits
+    assert npu_counts.read()["stream_syncs"] == waits
 
 
-def test_positions_without_their_name_are_looked_at(registered) -> None:
-    """As in ``model(input_ids, None, position_ids)``: packed sequences stay apart."""
+def test_positions_that_are_passed_without_their_name_keep_packed_sequences_apart(registered) -> None:
+    """They are the third argument of ``model(input_ids, None, position_ids)``."""
     model = build().to("npu")
     inputs = on_npu(BATCHES["packed"]())
     expected = model(**inputs, use_cache=False).logits
@@ -240,7 +239,7 @@ def test_a_restored_model_makes_the_masks_of_transformers(name, batch) -> None:
 @pytest.mark.parametrize("mapping", ["_local_mapping", "_global_mapping"])
 @pytest.mark.parametrize("is_before", [False, True], ids=["after register()", "before register()"])
 def test_what_wraps_sdpa_by_name_is_called_for_models_that_name_nothing(mapping, is_before) -> None:
-    """As frameworks do that split sequences; and the report says so."""
+    """Frameworks that split sequences do so. The report names the wrapper."""
     calls = []
     with mock.patch.dict(getattr(ALL_ATTENTION_FUNCTIONS, mapping)) as functions:  # afterwards as before register()
         if not is_before:

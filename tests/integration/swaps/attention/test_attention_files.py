@@ -10,7 +10,7 @@ from transformers import GitConfig, GitForCausalLM, HrmTextConfig, HrmTextForCau
 from transformers.models.sam2 import modeling_sam2
 
 import kernels_ext_npu
-import softnpu
+from tests.support import npu_counts
 from tests.support.nearness import assert_each_near
 from tests.support.zoo import randomise
 
@@ -22,7 +22,7 @@ TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidde
 
 
 # ---- modules that compute by themselves ------------------------------------------------------------------------------
-def test_a_part_that_calls_attention_by_no_name_keeps_its_mask_and_the_others_are_served(registered) -> None:
+def test_a_module_that_computes_attention_itself_keeps_its_mask_while_others_are_served(registered) -> None:
     """The text of Git adds its mask to scores; its vision tower calls attention by name."""
     vision = {key: TEXT[key] for key in TEXT.keys() - {"vocab_size"}} | {"image_size": 8, "patch_size": 4}
     git = GitForCausalLM(GitConfig(**TEXT, vision_config=vision)).eval()
@@ -34,10 +34,10 @@ def test_a_part_that_calls_attention_by_no_name_keeps_its_mask_and_the_others_ar
     with torch.no_grad():
         expected = git(input_ids=ids, pixel_values=pixels).logits
     ours = copy.deepcopy(git).to("npu")
-    softnpu.reset_counters()
+    npu_counts.reset()
     with torch.no_grad():
         assert_equal(ours(input_ids=ids.npu(), pixel_values=pixels.npu()).logits, expected)
-    assert softnpu.counters()[LAUNCH] == 2
+    assert npu_counts.read()[LAUNCH] == 2
     kept = {row.class_name for row in kernels_ext_npu.report(ours) if "by a name" in str(row.reason)}
     assert kept == {"GitSelfAttention"}
 

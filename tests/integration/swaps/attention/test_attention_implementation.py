@@ -74,7 +74,7 @@ def test_biases_of_positions_are_for_a_batch_with_its_padding(registered, device
 
 @pytest.mark.parametrize(("name", "is_named"), [*((name, True) for name in SERVED), ("gpt_oss", False)])
 def test_weights_are_those_of_eager_attention(registered, name, is_named) -> None:
-    """Of every row that sees a key; unnamed ours stands in for the model's own formula."""
+    """Rows that see a key are compared. Without a name ours stands in for the model's own formula."""
     model, ours = pair_by_name(name) if is_named else (build(name), build(name).to("npu"))
     mask = torch.ones_like(ids(2))
     mask[0, :5] = 0
@@ -89,7 +89,7 @@ def test_weights_are_those_of_eager_attention(registered, name, is_named) -> Non
 # ---- names -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("named", IN_CONFIG)
 def test_it_can_be_named_wherever_an_implementation_is_named(registered, saved, named) -> None:
-    """Also for classes that list the flash attentions that they get on with."""
+    """Some classes list the flash attentions that they get on with, and take ours."""
     loaded = AutoModelForCausalLM.from_pretrained(saved, device_map="npu", attn_implementation=named)
     made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(saved), attn_implementation=named).to("npu")
     by_config = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(saved, attn_implementation=named)).to("npu")
@@ -134,7 +134,7 @@ def test_the_name_is_unknown_where_the_kernel_is_not_registered(checkpoint) -> N
         AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), attn_implementation=NAME)
 
 
-def test_a_kernel_that_cannot_be_loaded_is_missed_by_the_forward(checkpoint) -> None:
+def test_the_forward_raises_where_the_kernel_cannot_be_loaded(checkpoint) -> None:
     kernels_ext_npu.register(source="hub")
     model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), device_map="npu", attn_implementation=NAME)
     with pytest.raises(ValueError, match="not available in the local cache"):

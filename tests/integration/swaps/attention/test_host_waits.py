@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import kernels_ext_npu
-import softnpu
-from tests.support import zoo
+from tests.support import npu_counts, zoo
 
 
 def waits(name: str, is_trained: bool, is_padded: bool, implementation: str | None = None) -> int:
@@ -17,12 +16,12 @@ def waits(name: str, is_trained: bool, is_padded: bool, implementation: str | No
     if not is_padded:
         inputs.pop("attention_mask", None)
     for _ in range(2):
-        softnpu.reset_counters()
+        npu_counts.reset()
         with torch.set_grad_enabled(is_trained):
             outputs = model(**inputs)
             if is_trained:
                 zoo.loss(outputs).backward()
-        found = softnpu.counters()["stream_syncs"]
+        found = npu_counts.read()["stream_syncs"]
     return found
 
 

@@ -26,7 +26,7 @@ def described(function: Callable) -> object:
     return kernels_ext_npu.load("FlashAttention").attention_mask(1, 8, 8, mask_function=function)
 
 
-def test_what_leaves_out_more_than_the_order_of_tokens_is_refused() -> None:
+def test_context_parallelism_refuses_masks_that_are_more_than_causal() -> None:
     module = nn.Linear(1, 1)
     for served in (None, described(causal_mask_function), described(bidirectional_mask_function)):
         sequence_parallel_guards.refuse_mask(module, served)

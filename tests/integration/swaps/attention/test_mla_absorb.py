@@ -14,10 +14,10 @@ from transformers import DynamicCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu.swaps.attention import mla_absorb
+from tests.integration.swaps.attention.decoding_steps import KEYS, assert_same_steps, steps
+from tests.support import npu_counts
 from tests.support.counted import counted
-from tests.support.decoding_steps import KEYS, assert_same_steps, steps
 from tests.support.nearness import assert_near
 from tests.support.sparse_models import made
 
@@ -61,7 +61,7 @@ def test_many_queries_expand_and_so_does_who_looks_at_keys(on_latents) -> None:
 
 
 @pytest.mark.parametrize("how", ["a hook", "restored", "other weights"])
-def test_what_is_done_to_the_projection_counts(on_latents, how: str) -> None:
+def test_hooks_weights_and_a_restore_of_the_projection_take_effect(on_latents, how: str) -> None:
     """Weights that are loaded later are taken as they are: nothing is kept of them."""
     model, ours = made("deepseek_v3")
     called: list[int] = []
@@ -88,11 +88,11 @@ def test_a_step_moves_no_keys_of_heads() -> None:
     cache = DynamicCache(config=ours.config)
     with torch.no_grad():
         ours(torch.full((2, 9), 5).npu(), past_key_values=cache, use_cache=True)
-        softnpu.reset_counters()
+        npu_counts.reset()
         ours(torch.full((2, 1), 5).npu(), past_key_values=cache, use_cache=True)
     experts = sum(hasattr(module, "experts") for module in ours.modules())
-    assert softnpu.counters()["npu_grouped_matmul"] == 2 * ours.config.num_hidden_layers + 2 * experts
-    assert "bmm" not in softnpu.counters()
+    assert npu_counts.read()["npu_grouped_matmul"] == 2 * ours.config.num_hidden_layers + 2 * experts
+    assert "bmm" not in npu_counts.read()
 
 
 @pytest.mark.parametrize("name", ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"])
@@ -112,14 +112,14 @@ def test_a_step_reads_latents_as_the_cache_holds_them(name: str) -> None:
         tables, cache = each.model.rotary_emb(tokens, places), DynamicCache(config=each.config)
         with torch.no_grad():
             for few in (slice(0, 599), slice(599, 600)):
-                softnpu.reset_counters()
+                npu_counts.reset()
                 table = tables[:, few] if isinstance(tables, torch.Tensor) else [t[:, few] for t in tables]
                 attention = each.model.layers[0].self_attn
                 out = attention(tokens[:, few], position_embeddings=table, attention_mask=None, past_key_values=cache)[
                     0
                 ]
         if each is ours:
-            assert softnpu.counters()["npu_fused_infer_attention_score"] == 1
+            assert npu_counts.read()["npu_fused_infer_attention_score"] == 1
         found.append(out.cpu().double())
     expected, by_ours, by_itself = found
     # most of both is rounded before, in projections; what is rounded elsewhere differs by chance

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import kernels_ext_npu
-import softnpu
-from tests.support import served, zoo
+from tests.support import npu_counts, served, zoo
 from tests.support.nearness import assert_near
 
 NAME = "npu_grouped_mm"
@@ -24,9 +23,9 @@ def load(folder: Path, **options) -> nn.Module:
 
 def grouped_products(model: nn.Module) -> int:
     """How many of them a forward launches: two for each experts module that is served."""
-    softnpu.reset_counters()
+    npu_counts.reset()
     logits(model)
-    return softnpu.counters().get("npu_grouped_matmul", 0)
+    return npu_counts.read().get("npu_grouped_matmul", 0)
 
 
 rows = partial(served.rows, kind="experts")
@@ -38,8 +37,10 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_a_model_on_the_npu_takes_it_without_being_asked(registered, checkpoint, tmp_path, name) -> None:
-    """And the config that is saved does not say so."""
+def test_a_model_on_the_npu_takes_the_grouped_implementation_without_being_asked(
+    registered, checkpoint, tmp_path, name
+) -> None:
+    """The config that is saved does not name it."""
     model = load(checkpoint(name))
     assert model.config._experts_implementation == NAME
     served = rows(model)
@@ -53,7 +54,7 @@ def test_a_model_on_the_npu_takes_it_without_being_asked(registered, checkpoint,
 
 @pytest.mark.parametrize("named", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("use_kernels", [False, True])
-def test_who_names_another_one_gets_it(registered, checkpoint, named, use_kernels) -> None:
+def test_an_experts_implementation_that_was_asked_for_stays(registered, checkpoint, named, use_kernels) -> None:
     model = load(checkpoint("qwen3_moe"), experts_implementation=named, use_kernels=use_kernels)
     assert model.config._experts_implementation == named
     assert grouped_products(model) == 0
@@ -63,7 +64,7 @@ def test_who_names_another_one_gets_it(registered, checkpoint, named, use_kernel
         assert row.reason == f"the experts implementation {named} was asked for"
 
 
-def test_a_model_that_was_loaded_before_takes_it_when_it_is_kernelized(checkpoint) -> None:
+def test_kernelize_gives_the_grouped_implementation_to_a_model_that_was_loaded_before(checkpoint) -> None:
     model = load(checkpoint("qwen3_moe"))
     assert model.config._experts_implementation == "grouped_mm"
     kernels_ext_npu.kernelize(model)
@@ -75,7 +76,7 @@ def test_a_model_that_was_loaded_before_takes_it_when_it_is_kernelized(checkpoin
     assert not any(hasattr(module, "_fused_moe_gate") for module in model.modules())
 
 
-def test_unregister_takes_it_out_and_gives_the_default_back(checkpoint) -> None:
+def test_unregister_gives_the_default_experts_implementation_back(checkpoint) -> None:
     kernels_ext_npu.register()
     model, swapped = load(checkpoint("qwen3_moe")), load(checkpoint("qwen3_moe"), use_kernels=True)
     named = load(checkpoint("qwen3_moe"), experts_implementation=NAME)

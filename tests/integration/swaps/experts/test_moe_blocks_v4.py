@@ -9,15 +9,15 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import (
     DeepseekV2MoE,
     MixtralSparseMoeBlock,
     Qwen2MoeSparseMoeBlock,
     Qwen3MoeSparseMoeBlock,
 )
-from tests.support.expert_modules import block, block_inputs
-from tests.support.list_blocks import assert_close, each_block, results
+from tests.fused_moe.expert_modules import block, block_inputs
+from tests.fused_moe.list_blocks import assert_close, each_block, results
+from tests.support import npu_counts
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -38,9 +38,9 @@ def test_a_block_computes_what_it_did_and_restored_it_is_the_original_again(cls,
     original = nn.ModuleDict({"block": block(cls).train(mode == "training")})
     model = in_a_model(original["block"])
     assert (find_row(model).swapped, find_row(model).reason, find_row(model).kind) == (True, None, "experts")
-    softnpu.reset_counters()
+    npu_counts.reset()
     found = results(model["block"], block_inputs().npu())
-    counters = softnpu.counters()
+    counters = npu_counts.read()
     assert counters["stream_syncs"] == 0
     assert counters["npu_grouped_matmul"] == 6
     assert counters["npu_swiglu"] >= 1
@@ -52,9 +52,9 @@ def test_a_block_computes_what_it_did_and_restored_it_is_the_original_again(cls,
     for found in (*states, model.state_dict()):
         assert list(found) == list(original.state_dict())
         assert all(torch.equal(found[name].cpu(), value) for name, value in original.state_dict().items())
-    softnpu.reset_counters()
+    npu_counts.reset()
     found = results(model["block"], block_inputs().npu())
-    assert "npu_grouped_matmul" not in softnpu.counters()
+    assert "npu_grouped_matmul" not in npu_counts.read()
     assert_close(found, results(original["block"], block_inputs()))
 
 
@@ -85,14 +85,14 @@ def offloaded(module: nn.Module) -> nn.Module:
         (offloaded, "an expert has hooks or a wrapped forward, which one product would pass by"),
     ],
 )
-def test_what_comes_after_the_swap_is_respected_and_reported(change, reason) -> None:
+def test_changes_of_a_block_after_the_swap_take_effect_and_are_reported(change, reason) -> None:
     original = block(Qwen3MoeSparseMoeBlock)
     model = in_a_model(original)
     change(model["block"])
     assert (find_row(model).swapped, find_row(model).reason) == (True, f"expert by expert, since {reason}")
-    softnpu.reset_counters()
+    npu_counts.reset()
     found = results(model["block"], block_inputs().npu())
-    assert "npu_grouped_matmul" not in softnpu.counters()
+    assert "npu_grouped_matmul" not in npu_counts.read()
     expected = results(lora(original) if change is lora else original, block_inputs())
     assert_close(found, expected)
 
@@ -109,7 +109,7 @@ def test_what_comes_after_the_swap_is_respected_and_reported(change, reason) -> 
         (DeepseekV2MoE, lambda block: setattr(block, "ep_rank", 1), "it has the experts of rank 1 only"),
     ],
 )
-def test_what_the_pattern_does_not_show_is_refused_with_a_reason(cls, change, reason) -> None:
+def test_blocks_beyond_the_limits_of_their_pattern_keep_their_forward_and_say_why(cls, change, reason) -> None:
     built = block(cls, experts=6)
     change(built)
     assert (find_row(in_a_model(built)).swapped, find_row(in_a_model(built)).reason) == (False, reason)

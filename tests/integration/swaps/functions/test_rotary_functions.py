@@ -25,7 +25,7 @@ def forward(model: PreTrainedModel, name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3"])  # decorated by transformers, and not
-def test_another_model_on_the_cpu_gives_what_it_gave(name) -> None:
+def test_a_model_on_the_cpu_computes_the_same_while_another_has_kernels(name) -> None:
     twin = zoo.build(name)
     expected = forward(twin, name)
     kernels_ext_npu.register()
@@ -48,7 +48,7 @@ def test_a_model_with_use_kernels_on_the_cpu_takes_no_kernels_away(registered, c
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3"])
-def test_models_of_one_architecture_share_it_and_the_report_says_so(registered, name) -> None:
+def test_models_of_one_architecture_share_a_rotary_function_and_the_report_says_so(registered, name) -> None:
     model, plain = kernelized(name), zoo.build(name).to("npu")
     assert all(row.swapped for row in [*calls(model), *calls(plain)])
     assert " ".join(str(kernels_ext_npu.report(model)).split()).count(functions.SHARED) == 1
@@ -64,7 +64,7 @@ def test_models_of_one_architecture_share_it_and_the_report_says_so(registered, 
     assert all(row.swapped for row in calls(plain))
 
 
-def test_what_a_user_puts_under_the_name_of_a_function_is_in_no_copy_and_in_no_pickle(registered, monkeypatch) -> None:
+def test_a_function_that_a_user_replaces_is_in_no_copy_and_in_no_pickle(registered, monkeypatch) -> None:
     model = kernelized("qwen3")
     held = [module._kernel_funcs for module in model.modules() if hasattr(module, "_kernel_funcs")]
     monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", lambda *args, **kwargs: args)
@@ -75,8 +75,8 @@ def test_what_a_user_puts_under_the_name_of_a_function_is_in_no_copy_and_in_no_p
         pickle.dumps(model)
 
 
-def test_what_somebody_else_puts_in_its_place_stays(monkeypatch) -> None:
-    """As libraries of kernels for other devices do."""
+def test_a_replacement_by_another_library_stays(monkeypatch) -> None:
+    """Libraries of kernels for other devices put their own functions there."""
     before = modeling_phi3.apply_rotary_pos_emb
     monkeypatch.setattr(modeling_phi3, "apply_rotary_pos_emb", before)  # what is put back in the end, not ours
     kernels_ext_npu.register()

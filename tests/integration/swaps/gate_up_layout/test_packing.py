@@ -71,8 +71,8 @@ def assert_trains_alike(model: nn.Module, original: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_both_lie_side_by_side_in_storages_of_their_own_and_nothing_is_held_twice(bias) -> None:
-    """Also when they are restored, which moves nothing."""
+def test_gate_and_up_lie_side_by_side_and_nothing_is_held_twice(bias) -> None:
+    """A restore moves nothing."""
     model = llama(mlp_bias=bias).to("npu")
     torch.npu.empty_cache()
     before = torch.npu.memory_allocated()
@@ -156,7 +156,7 @@ CHANGES: dict[str, tuple[Callable, bool, list[str | None]]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_where_gate_and_up_cannot_be_one_product_the_report_says_why(change: str) -> None:
-    """And results are right before it is kernelized again, and afterwards."""
+    """Results are right before the model is kernelized again, and afterwards."""
     act, is_kernelized, expected = CHANGES[change]
     model, original = llama().to("npu"), llama()
     if is_kernelized:
@@ -255,7 +255,7 @@ for has_dlpack in (True, False):  # as in releases without it
 """
 
 
-def test_memory_is_freed_when_both_have_left_it(run_forked) -> None:
+def test_memory_of_a_packed_weight_is_freed_once_gate_and_up_have_left_it(run_forked) -> None:
     """In a process of its own: what other tests have left counts as memory, too."""
     run_forked(FREED)
 
@@ -293,7 +293,7 @@ def test_adapters_elsewhere_leave_gate_and_up_one_product() -> None:
 
 
 def test_gate_and_up_with_adapters_are_one_product_where_they_are_trained() -> None:
-    """Which no adapter joins, nor the operator behind it: what is joined are the first factors of the adapters."""
+    """The first factors of the adapters are joined, and neither the weights nor the operator behind them."""
     model, original = adapted()
     assert reasons(model) == {None}
     assert_own_storages(model)

@@ -167,8 +167,8 @@ def test_dropout_of_another_kind_is_called() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_under_autocast(dtype: torch.dtype) -> None:
-    """Of bfloat16, two roundings in each of the layers."""
+def test_adapted_layers_under_autocast_give_what_peft_gives(dtype: torch.dtype) -> None:
+    """The tolerance is two roundings of bfloat16 in each of the layers."""
 
     def cast(each: nn.Module) -> dict[str, Tensor]:
         with torch.autocast("npu", torch.bfloat16):

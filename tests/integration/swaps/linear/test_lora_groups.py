@@ -52,7 +52,7 @@ def exchanged(attention: Attention) -> None:
 
 @pytest.mark.parametrize("change", [hooked, surrounded, exchanged])
 def test_a_layer_that_is_changed_later_is_computed_as_it_is(change: Callable[[Attention], None]) -> None:
-    """Also when kernels are looked at: of those that another one has left none is computed together."""
+    """After a look at kernels, layers whose group another one has left are computed by themselves."""
     model, original = pair()
     for each in (model, original):
         change(find_attention(each))
@@ -74,7 +74,7 @@ def test_layers_that_are_called_by_somebody_else_are_computed_by_themselves() ->
     torch.testing.assert_close(found.k_proj(x).cpu(), expected.k_proj(X), rtol=1e-4, atol=1e-5)
 
 
-def test_a_forward_that_ends_in_between_leaves_nothing_to_the_next() -> None:
+def test_an_interrupted_forward_leaves_no_results_to_the_next() -> None:
     model, original = pair()
 
     def stop(module, args):
@@ -97,7 +97,7 @@ def test_a_forward_that_the_class_gets_later_is_the_one_that_runs(monkeypatch) -
     assert_same(model, original)
 
 
-def test_threads_do_not_hand_each_other_anything() -> None:
+def test_threads_share_no_results_of_adapters() -> None:
     model, original = pair()
     expected = original(X).detach()
     failures = []
@@ -156,7 +156,7 @@ class Siblings(nn.Module):
         return a + b + d + self.g(y) + f + self.h(f) + self.h(f)
 
 
-def test_layers_of_one_input_are_called_once_on_every_way() -> None:
+def test_layers_of_one_input_are_those_that_every_branch_calls_once() -> None:
     assert layers_of_one_input(Siblings()) == (("d", "g"),)
     assert layers_of_one_input(Attention()) == (("q_proj", "k_proj", "v_proj"),)
     assert layers_of_one_input(zoo.build("qwen3").model.layers[0].self_attn) == (("q_proj", "k_proj", "v_proj"),)

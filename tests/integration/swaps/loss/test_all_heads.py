@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import kernels_ext_npu
+from tests.integration.swaps.loss.heads import assert_same_step, head_row, labelled, pair
 from tests.support import zoo
-from tests.support.heads import assert_same_step, head_row, labelled, pair
 
 MHA: dict[str, Any] = {"num_key_value_heads": 4}
 GPT_NEO: dict[str, Any] = {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]}

@@ -14,8 +14,15 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_pt_utils import LabelSmoother, nested_detach
 
 import kernels_ext_npu
+from tests.integration.swaps.loss.heads import (
+    assert_same_gradients,
+    assert_same_step,
+    head_row,
+    is_deferred,
+    labelled,
+    pair,
+)
 from tests.support import zoo
-from tests.support.heads import assert_same_gradients, assert_same_step, head_row, is_deferred, labelled, pair
 from tests.support.programs.acts.calls import smoothed_loss
 
 

@@ -16,8 +16,8 @@ from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel, 
 import kernels_ext_npu
 from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.swaps.loss.deferred_logits import DeferredLogits
+from tests.integration.swaps.loss.heads import assert_same_gradients, head_row, pair
 from tests.support import zoo
-from tests.support.heads import assert_same_gradients, head_row, pair
 
 TOLERANCE = 2**-16  # of the largest logit: sums of float32 in another order, over two layers
 Batch = dict[str, Tensor]

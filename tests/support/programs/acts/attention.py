@@ -71,13 +71,13 @@ def name_another_attention(side: Side, choice: Random) -> None:
     side.pretrained.set_attn_implementation(choice.choice([name, names]))
 
 
-PADDING = (slice(2), slice(3, None), slice(4, None), slice(1, 3))
+PADDING = {"left": slice(2), "right": slice(3, None), "last": slice(4, None), "middle": slice(1, 3)}
 
 
 def padding(side: Side, choice: Random) -> Tensor:
-    """Choose what of the first row is padding: on the left, on the right, or in the middle."""
+    """Choose what of the first row is padding."""
     mask = torch.ones_like(side.inputs["input_ids"])
-    mask[0, choice.choice(PADDING)] = 0
+    mask[0, PADDING[choice.choice(list(PADDING))]] = 0
     return mask
 
 
@@ -190,25 +190,13 @@ def mixers(side: Side) -> list[Any]:
 def replace_a_convolution(side: Side, choice: Random) -> None:
     """By another one, perhaps with a bias."""
     mixer = choice.choice(mixers(side))
-    old = mixer.conv1d
-    new = nn.Conv1d(
-        old.in_channels, old.out_channels, old.kernel_size[0], groups=old.groups, padding=old.padding[0],
-        bias=choice.random() < 0.75, device=side.device, dtype=old.weight.dtype,
-    )  # fmt: skip
+    new = copy.deepcopy(mixer.conv1d)
+    new.bias = nn.Parameter(new.weight.detach()[:, 0, 0].clone()) if choice.random() < 0.75 else None
     mixer.conv1d = drawn(new, 9, 2)
 
 
-@act(mixers)
-def change_how_fast_states_fade(side: Side, choice: Random) -> None:
-    mixer = choice.choice(mixers(side))
-    with torch.no_grad():
-        mixer.A_log.fill_(choice.choice([-2.0, 0.5, 3.0]))
-        mixer.dt_bias.add_(choice.choice([-1.0, 2.0]))
-
-
-FUNCTIONS = (
-    *("causal_conv1d_fn", "causal_conv1d_update", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
-)
+RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+FUNCTIONS = ("causal_conv1d_fn", "causal_conv1d_update", *RULES)
 
 
 @act(mixers)

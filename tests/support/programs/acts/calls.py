@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.trainer_pt_utils import LabelSmoother
 
 from tests.support.programs import variants
 from tests.support.programs.acts.kernels import stays_off_the_hub
@@ -37,30 +36,21 @@ def train_a_part(side: Side, choice: Random) -> None:
     module.train(choice.random() < 0.5)
 
 
-@act()
-def call_without_gradients(side: Side, choice: Random) -> None:
-    with choice.choice([torch.no_grad, torch.inference_mode])():
-        side.show(side.run().logits)
-
-
-@act()
-def call_with_autocast(side: Side, choice: Random) -> None:
-    with torch.autocast(side.device.type, dtype=torch.bfloat16):
-        side.show(side.run().logits, torch.bfloat16)
-
-
-@act()
-def call_with_other_weights(side: Side, choice: Random) -> None:
-    """torch.func.functional_call with weights that the model does not have."""
-    weights = {name: p.detach() * 1.125 for name, p in side.parameters()}
-    side.show(torch.func.functional_call(side.model, weights, (), side.inputs).logits)
-
-
-@act()
-def call_with_embeddings(side: Side, choice: Random) -> None:
-    """In the place of ids, as adapters of prompts do."""
-    embedded = 1.125 * side.pretrained.get_input_embeddings()(side.inputs["input_ids"])
-    side.show(side.run_text(input_ids=None, inputs_embeds=embedded).logits)
+# torch.no_grad() and the like decorate a function, too
+acts(
+    call_without_gradients=lambda side, choice: side.show(
+        choice.choice([torch.no_grad, torch.inference_mode])()(side.run)().logits
+    ),
+    call_with_autocast=lambda side, choice: side.show(
+        torch.autocast(side.device.type, dtype=torch.bfloat16)(side.run)().logits, torch.bfloat16
+    ),
+    # in the place of ids, as adapters of prompts do
+    call_with_embeddings=lambda side, choice: side.show(
+        side.run_text(
+            input_ids=None, inputs_embeds=1.125 * side.pretrained.get_input_embeddings()(side.inputs["input_ids"])
+        ).logits
+    ),
+)
 
 
 @act()
@@ -70,16 +60,11 @@ def call_the_model_below_the_head(side: Side, choice: Random) -> None:
         side.show(side.pretrained.base_model(**given).last_hidden_state)
 
 
-@act(lambda side: bool(side.named("MLP")))
-def call_an_mlp_without_rows(side: Side, choice: Random) -> None:
-    """As where a rank has no tokens; models of transformers take no batch of none."""
-    _, module = choice.choice(side.named("MLP"))
-    width = next(each.in_features for each in module.modules() if hasattr(each, "in_features"))
-    x = torch.zeros(1, 0, width, dtype=next(module.parameters()).dtype, device=side.device, requires_grad=True)
-    y = module(x)
-    wanted = [x, *(p for p in module.parameters() if p.requires_grad)]
-    found = torch.autograd.grad(y.sum(), wanted, allow_unused=True)
-    side.show_gradient(torch.cat([grad.cpu().double().flatten() for grad in found if grad is not None]))
+@act()
+def call_with_other_weights(side: Side, choice: Random) -> None:
+    """torch.func.functional_call with weights that the model does not have."""
+    weights = {name: p.detach() * 1.125 for name, p in side.parameters()}
+    side.show(torch.func.functional_call(side.model, weights, (), side.inputs).logits)
 
 
 @act()
@@ -123,17 +108,6 @@ def smoothed_loss(logits: Tensor, labels: Tensor, vocab_size: int, **options: An
     return F.cross_entropy(rows.float() * 0.5, words, label_smoothing=0.25, reduction="sum")
 
 
-def _head(side: Side) -> Any:
-    return side.pretrained.get_output_embeddings()
-
-
-@act()
-def replace_the_head(side: Side, choice: Random) -> None:
-    rows, width = _head(side).weight.shape
-    new = nn.Linear(width, rows, bias=choice.random() < 0.5, device=side.device, dtype=_head(side).weight.dtype)
-    side.pretrained.set_output_embeddings(drawn(new, 7))
-
-
 class OwnHead(nn.Linear):
     """A head that does more than multiply."""
 
@@ -142,15 +116,16 @@ class OwnHead(nn.Linear):
 
 
 @act()
-def give_the_head_a_class(side: Side, choice: Random) -> None:
-    if type(head := _head(side)) is nn.Linear:
+def change_the_head(side: Side, choice: Random) -> None:
+    """Replace it, give it a class that does more, or tie or untie its weight."""
+    head, embedding = side.pretrained.get_output_embeddings(), side.pretrained.get_input_embeddings().weight
+    how, (rows, width) = choice.choice(["replaced", "with a bias", "of a class", "tied", "untied"]), head.weight.shape
+    if how in ("replaced", "with a bias"):
+        new = nn.Linear(width, rows, bias=how == "with a bias", device=side.device, dtype=head.weight.dtype)
+        side.pretrained.set_output_embeddings(drawn(new, 7))
+    elif how == "of a class" and type(head) is nn.Linear:
         head.__class__ = OwnHead
-
-
-@act()
-def tie_or_untie_the_head(side: Side, choice: Random) -> None:
-    head, embedding = _head(side), side.pretrained.get_input_embeddings().weight
-    if choice.random() < 0.5 and head.weight.shape == embedding.shape:
+    elif how == "tied" and head.weight.shape == embedding.shape:
         head.weight = embedding
     else:
         head.weight = nn.Parameter(head.weight.detach() * 1.125, requires_grad=head.weight.requires_grad)
@@ -192,26 +167,15 @@ acts(
 
 
 @act(can_train)
-def look_at_logits_before_the_backward(side: Side, choice: Random) -> None:
-    """They get a gradient of their own."""
+def use_logits_before_the_backward(side: Side, choice: Random) -> None:
+    """For a gradient of their own, or in place, as masks of words do: a loss may keep a view, and torch says so."""
     result = side.run()
-    show_loss(side, result.loss + 0.25 * result.logits.float().square().mean())
-
-
-@act(can_train)
-def change_logits_before_the_backward(side: Side, choice: Random) -> None:
-    """In place, as masks of words do; a loss may keep a view of them, and torch says so."""
-    result = side.run()
+    if choice.random() < 0.5:
+        return show_loss(side, result.loss + 0.25 * result.logits.float().square().mean())
     with torch.no_grad():
         result.logits[..., 0] = -1.0
     side.show(result.logits)
-    show_loss(side, result.loss)
-
-
-@act(can_train)
-def smooth_labels(side: Side, choice: Random) -> None:
-    """As `Trainer` does with ``label_smoothing_factor``."""
-    show_loss(side, LabelSmoother(0.125)(side.run(), labels(side, choice), shift_labels=True))
+    return show_loss(side, result.loss)
 
 
 @act()
@@ -234,7 +198,7 @@ def keep_outputs(side: Side, choice: Random) -> None:
         side.model.zero_grad()
 
 
-@act(lambda side: bool(side.kept))
+@act(lambda side: side.kept)
 def look_at_kept_outputs(side: Side, choice: Random) -> None:
     """The newest, and often all of them."""
     for outputs, logits, states in [side.kept.pop()] if choice.random() < 0.5 else side.kept:
@@ -244,7 +208,7 @@ def look_at_kept_outputs(side: Side, choice: Random) -> None:
             assert torch.equal(found, expected), "hidden states that were kept"
 
 
-@act(lambda side: bool(side.kept))
+@act(lambda side: side.kept)
 def go_backward_from_kept_outputs(side: Side, choice: Random) -> None:
     """From the newest, or all at once, where no weight was changed since: torch refuses it for both then."""
     kept = side.kept[-1:] if choice.random() < 0.5 else side.kept
@@ -254,7 +218,7 @@ def go_backward_from_kept_outputs(side: Side, choice: Random) -> None:
         side.model.zero_grad()
 
 
-@act(lambda side: bool(side.kept))
+@act(lambda side: side.kept)
 def keep_only_the_outputs(side: Side, choice: Random) -> None:
     """The model that has computed them goes away; a copy goes on."""
     side.model = copy.deepcopy(side.model)

@@ -8,8 +8,9 @@ from random import Random
 from types import FrameType
 from typing import Any
 
-from torch import nn
-from torch.nn.modules import module as of_all
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
 from transformers.activations import SiLUActivation
 
 import kernels_ext_npu
@@ -24,6 +25,7 @@ HOOKED = (
 )
 
 
+# functions that pickles find by their names
 def scale_output(module: nn.Module, args: Any, output: Any) -> Any:
     """Scale what a module gives."""
     return times(output)
@@ -90,31 +92,46 @@ def remove_hooks(side: Side, choice: Random) -> None:
 FUSED = (nn.Linear, nn.SiLU, SiLUActivation)
 
 
-def fused_hook(module: nn.Module, args: Any, output: Any) -> Any:
-    """Scale what products and activations give, and nothing else."""
-    return output * 1.0625 if isinstance(module, FUSED) else None
+def _hook_all(register: Any, hook: Callable) -> Callable[[Side, Random], None]:
+    """Hook all modules of the process, for both sides; what others than products and activations do stays."""
 
+    def call(module: nn.Module, *args: Any) -> Any:
+        return hook(module, *args) if isinstance(module, FUSED) else None
 
-def before_fused(module: nn.Module, args: Any) -> Any:
-    """Scale what products and activations are given, and nothing else."""
-    return (args[0] * 1.0625,) if isinstance(module, FUSED) else None
-
-
-def gradient_of_fused(module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
-    """Scale gradients of products and activations, and nothing else."""
-    return scale_gradients(module, grad_input) if isinstance(module, FUSED) else None
-
-
-def _hook_all(register: Any, hook: Any) -> Callable[[Side, Random], None]:
-    """Hook all modules of the process, for both sides."""
-    return lambda side, choice: side.cleanups.append(register(hook).remove) if side.home == "cpu" else None
+    return lambda side, choice: side.cleanups.append(register(call).remove) if side.home == "cpu" else None
 
 
 acts(
-    hook_all_modules=_hook_all(of_all.register_module_forward_hook, fused_hook),
-    hook_before_all_modules=_hook_all(of_all.register_module_forward_pre_hook, before_fused),
-    hook_the_gradients_of_all_modules=_hook_all(of_all.register_module_full_backward_hook, gradient_of_fused),
+    hook_all_modules=_hook_all(hooks.register_module_forward_hook, lambda module, args, output: output * 1.0625),
+    hook_before_all_modules=_hook_all(hooks.register_module_forward_pre_hook, lambda _, args: (args[0] * 1.0625,)),
+    hook_the_gradients_of_all_modules=_hook_all(hooks.register_module_full_backward_hook, scale_gradients),
 )
+
+
+# ---- between layers where one token is decoded: a write of which no version tells ------------------------------------
+def _layers(side: Side) -> list[Any]:
+    """Return the layers of the last list of some, which is the decoder's where there are two."""
+    lists = [m for m in side.model.modules() if isinstance(m, nn.ModuleList)]
+    named = [list(m) for m in lists if all(type(n).__name__.endswith(("Layer", "Block")) for n in m) and len(m)]
+    return named[-1] if named else []
+
+
+def _write(x: Tensor) -> None:
+    x.data.add_(torch.linspace(-1, 2, x.shape[-1], device=x.device, dtype=x.dtype))
+
+
+@act(_layers)
+def write_between_layers(side: Side, choice: Random) -> None:
+    """By a hook of one of them, behind it or before it."""
+    layer = choice.choice(_layers(side))
+    if choice.random() < 0.5:
+        handle = layer.register_forward_hook(lambda _, args, y: _write(y[0] if isinstance(y, tuple) else y))
+    else:
+        handle = layer.register_forward_pre_hook(lambda _, args: _write(args[0]) if args else None)
+    token = {key: side.inputs[key][:, :1] for key in ("input_ids", "decoder_input_ids") if key in side.inputs}
+    with choice.choice([torch.no_grad, torch.inference_mode])():
+        side.show(side.run_text(**token, labels=None).logits)
+    handle.remove()
 
 
 # ---- something goes wrong in the middle, and the user goes on --------------------------------------------------------

@@ -94,14 +94,14 @@ def change_a_class(side: Side, choice: Random) -> None:
     module.__class__ = _derive(type(module), choice.choice([1.25, 1]))
 
 
-@act(lambda side: bool(_derived(side)))
+def _derived(side: Side) -> list[Any]:
+    return [module for module in side.model.modules() if type(module) in _DERIVED.values()]
+
+
+@act(_derived)
 def change_a_class_back(side: Side, choice: Random) -> None:
     module = choice.choice(_derived(side))
     module.__class__ = type(module).__base__
-
-
-def _derived(side: Side) -> list[Any]:
-    return [module for module in side.model.modules() if type(module) in _DERIVED.values()]
 
 
 @act()
@@ -168,7 +168,7 @@ def replace_a_module_by_a_copy(side: Side, choice: Random) -> None:
     side.model.set_submodule(path, copy.deepcopy(module))
 
 
-@act(lambda side: bool(plain_linears(side)))
+@act(plain_linears)
 def replace_a_module_by_a_new_one(side: Side, choice: Random) -> None:
     """A layer that was trained elsewhere."""
     path, module = choice.choice(plain_linears(side))
@@ -197,24 +197,6 @@ def share_or_exchange_layers(side: Side, choice: Random) -> None:
     side.model.set_submodule(second, a)
     if choice.random() < 0.5:
         side.model.set_submodule(first, b)
-
-
-@act(lambda side: bool(_projected(side)))
-def narrow_an_mlp(side: Side, choice: Random) -> None:
-    """Take some of its inner features away, as pruning by structure does."""
-    mlp = choice.choice(_projected(side))
-    kept = mlp.gate_proj.weight.shape[0] - 8
-    for linear in (mlp.gate_proj, mlp.up_proj):
-        for name, parameter in list(linear.named_parameters()):
-            setattr(linear, name, nn.Parameter(parameter.detach()[:kept].clone()))
-    mlp.down_proj.weight = nn.Parameter(mlp.down_proj.weight.detach()[:, :kept].clone())
-
-
-def _projected(side: Side) -> list[Any]:
-    plain = [module for _, module in plain_linears(side)]
-    parts = ("gate_proj", "up_proj", "down_proj")
-    mlps = [m for _, m in side.named("MLP") if all(getattr(m, part, None) in plain for part in parts)]
-    return [m for m in mlps if m.gate_proj.weight.shape == m.up_proj.weight.shape and len(m.gate_proj.weight) > 16]
 
 
 acts(
@@ -273,16 +255,6 @@ acts(
         choice.choice(activations(side)), "forward", halve
     ),
 )
-
-
-@act(places)
-def call_an_activation(side: Side, choice: Random) -> None:
-    """By itself, with gradients."""
-    x = torch.linspace(-4, 4, 16, device=side.device, requires_grad=True)
-    result = choice.choice(activations(side))(x)
-    if isinstance(result, Tensor) and result.requires_grad:
-        side.show(result)
-        side.show_gradient(torch.autograd.grad(result.sum(), x)[0])
 
 
 @act(places, is_ours=True)

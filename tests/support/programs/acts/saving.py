@@ -1,6 +1,7 @@
 """Acts that save a model and go on with what was loaded: whole, as a state dict, by each library."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -50,11 +51,19 @@ def save_and_load_a_state_dict(side: Side, choice: Random) -> None:
     side.model.load_state_dict(loaded, assign=choice.random() < 0.5)
 
 
-@act()
-def save_and_load_by_model(side: Side, choice: Random) -> None:
-    path = str(_path(side))
-    save_model(side.model, path)
-    load_model(side.model, path)
+def _by_library(save: Callable[[Any, str], object], load: Callable[[Any, str], object]) -> Callable:
+    def run(side: Side, choice: Random) -> None:
+        path = str(_path(side))
+        save(side.model, path)
+        load(side.model, path)
+
+    return run
+
+
+acts(
+    save_and_load_by_model=_by_library(save_model, load_model),
+    save_and_load_by_hub=_by_library(save_torch_model, partial(load_torch_model, strict=False)),
+)
 
 
 def _load_by_pretrained(side: Side, use_kernels: bool) -> None:
@@ -96,10 +105,3 @@ def save_and_load_by_accelerate(side: Side, choice: Random) -> None:
     accelerator.load_state(str(folder))
     accelerator.free_memory()
     side.model = accelerator.unwrap_model(prepared)
-
-
-@act()
-def save_and_load_by_hub(side: Side, choice: Random) -> None:
-    folder = _path(side)
-    save_torch_model(side.model, folder)
-    load_torch_model(side.model, folder, strict=False)

@@ -78,9 +78,10 @@ WAYS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-@act(can_train)
-def keep_an_optimizer(side: Side, choice: Random) -> None:
-    side.held["optimizer"] = WAYS[choice.choice(sorted(WAYS))](trained(side))
+acts(
+    can_train,
+    keep_an_optimizer=lambda side, choice: side.held.update(optimizer=WAYS[choice.choice(sorted(WAYS))](trained(side))),
+)
 
 
 @act(lambda side: can_train(side) and "optimizer" in side.held, computes=True)
@@ -172,28 +173,21 @@ def add_an_adapter(side: Side, choice: Random) -> None:
     _draw(side)
 
 
-@act(lambda side: len(_adapters(side)) == 1)
-def add_another_adapter(side: Side, choice: Random) -> None:
-    model: Any = side.model
-    model.add_adapter("other", model.peft_config["default"])
-    _draw(side)
-
-
-@act(lambda side: len(_adapters(side)) == 2)
-def delete_an_adapter(side: Side, choice: Random) -> None:
-    model: Any = side.model
-    model.set_adapter("default")
-    model.delete_adapter("other")
-
-
 @act(lambda side: side.is_adapted)
-def switch_the_adapter(side: Side, choice: Random) -> None:
-    layers: Any = side.model.base_model
-    (layers.disable_adapter_layers if choice.random() < 0.5 else layers.enable_adapter_layers)()
+def add_or_delete_another_adapter(side: Side, choice: Random) -> None:
+    model: Any = side.model
+    if len(_adapters(side)) == 1:
+        model.add_adapter("other", model.peft_config["default"])
+        _draw(side)
+    else:
+        model.set_adapter("default")
+        model.delete_adapter("other")
 
 
 acts(
     lambda side: side.is_adapted,
+    switch_the_adapter_off=lambda side, choice: side.model.base_model.disable_adapter_layers(),
+    switch_the_adapter_on=lambda side, choice: side.model.base_model.enable_adapter_layers(),
     choose_an_adapter=lambda side, choice: side.model.set_adapter(choice.choice(_adapters(side))),
     merge_the_adapter=lambda side, choice: side.model.merge_adapter(),
     unmerge_the_adapter=lambda side, choice: side.model.unmerge_adapter(),

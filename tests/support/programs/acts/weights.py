@@ -69,8 +69,8 @@ def tie_or_share_data(side: Side, choice: Random) -> None:
     """Of two parameters of one shape and dtype, or of one where no other is like it."""
     named = side.parameters()
     name, parameter = choice.choice(named)
-    like = [p for _, p in named if p.shape == parameter.shape and p.dtype == parameter.dtype and p is not parameter]
-    other = choice.choice(like) if like else parameter
+    like = [(n, p) for n, p in named if (p.shape, p.dtype) == (parameter.shape, parameter.dtype) and n != name]
+    other = choice.choice(like)[1] if like else parameter
     if choice.random() < 0.5:
         parameter.data = other.data
     else:

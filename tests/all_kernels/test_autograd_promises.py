@@ -18,9 +18,11 @@ from torch.nn import functional as F
 
 import kernels_ext_npu
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
-from tests.support import list_blocks, zoo
-from tests.support.differentiated import CASES, Case, kernel
-from tests.support.expert_modules import block as block_of
+from tests.all_kernels.differentiated import CASES, Case
+from tests.fused_moe import list_blocks
+from tests.fused_moe.expert_modules import block as block_of
+from tests.support import zoo
+from tests.support.local_kernels import kernel
 from tests.support.nearness import assert_gradients_near
 
 # float32: sums of up to a few hundred terms in up to a dozen steps, relative to the norm of a derivative;

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-import softnpu
 from kernels_ext_npu.catalogue import NORMS
 from kernels_ext_npu.matching.classification import COUNTED, UNSUPPORTED
 from kernels_ext_npu.matching.lookup import find_pattern
-from tests.support.norm_modules import inputs, instance
+from tests.rmsnorm.norm_modules import inputs, instance
+from tests.support import npu_counts
 from tests.support.swapped import assert_agree, assert_no_further, in_float64, moved, results, swapped
 from tests.support.transformers_files import classes, differing
 
 pytestmark = pytest.mark.usefixtures("registered")
-TESTS = Path(__file__).resolve().parents[2]
+TESTS = Path(__file__).resolve().parents[1]
 CAST_LAST = "RMSNormGatedCastLast"
 REFUSED = UNSUPPORTED[NORMS.name].keys()
 
@@ -36,9 +36,9 @@ def test_results_and_gradients_are_the_originals(subtests, dtype, weight_dtype) 
     for original, device in zip(originals, swapped(*originals)):
         with subtests.test(type(original).__name__):
             arguments = inputs(original, dtype)
-            softnpu.reset_counters()
+            npu_counts.reset()
             found = results(device, *moved(arguments))
-            counters = softnpu.counters()
+            counters = npu_counts.read()
             assert counters["npu_rms_norm_backward"] == 1
             # a norm of 16 bits before SiLU of a gate is not kept, but computed again; one that is cast last has 32
             is_narrow = dtype is weight_dtype is torch.bfloat16 and find_pattern(type(original)).layers[0] != CAST_LAST

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.patterns.moe.moe_blocks_v4 import DeepseekV3MoE
+from tests.fused_moe.expert_modules import BLOCKS
 from tests.support import swapped
-from tests.support.expert_modules import BLOCKS
 
 each_block = pytest.mark.parametrize("cls", BLOCKS, ids=lambda cls: cls.__name__)
 packed_or_not = pytest.mark.parametrize("packed", [True, False])

@@ -14,8 +14,7 @@ from kernels import get_loaded_kernels
 from torch import nn
 from transformers import PreTrainedModel
 
-import softnpu
-from tests.support import zoo
+from tests.support import npu_counts, zoo
 from tests.support.nearness import assert_same_model
 
 torch.set_num_threads(1)
@@ -58,14 +57,14 @@ def on_the_cpu(folder: Path) -> None:
 
 def on_the_npu(name: str, folder: Path) -> dict:
     model = load(name, folder, device_map="npu", experts_implementation="npu_grouped_mm")
-    softnpu.reset_counters()
+    npu_counts.reset()
     assert_same_model(name, model, zoo.build(name))
-    calls = Counter(softnpu.counters())
+    calls = Counter(npu_counts.read())
     layers = served(model)
     model.zero_grad()
-    softnpu.reset_counters()
+    npu_counts.reset()
     assert_same_model(name, model.train(), zoo.build(name))  # none of them has dropout
-    return {"layers": layers, "training": served(model), "calls": calls, "calls in training": softnpu.counters()}
+    return {"layers": layers, "training": served(model), "calls": calls, "calls in training": npu_counts.read()}
 
 
 def a_wrapped_forward_stays(folder: Path) -> None:

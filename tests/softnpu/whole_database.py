@@ -1,7 +1,7 @@
 """Whether torch's operator database agreed as a whole on the software device as it is; then a sample is enough.
 
 The sample runs every operator that the whole launches, and every twentieth test beside. ``python -m
-tests.support.whole_database`` runs the whole, some minutes, and writes both down if it agrees.
+tests.softnpu.whole_database`` runs the whole, some minutes, and writes both down if it agrees.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import softnpu
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests" / "softnpu" / "test_operator_database.py"
 RECORD = ROOT / "tests" / "data" / "operator_database.json"
-TEST_FILES = (TESTS, ROOT / "tests" / "data" / "operators.toml", ROOT / "tests" / "support" / "operators.py")
+TEST_FILES = (TESTS, ROOT / "tests" / "data" / "operators.toml", ROOT / "tests" / "softnpu" / "operators.py")
 EACH = 20
 
 
@@ -43,7 +43,7 @@ def header() -> list[str]:
     """Return a line for the top of pytest's output, if the whole runs."""
     if sample() is not None:
         return []
-    return ["operator database: all of it, as softnpu, torch or torch_npu changed: see tests/support/whole_database.py"]
+    return ["operator database: all of it, as softnpu, torch or torch_npu changed: see tests/softnpu/whole_database.py"]
 
 
 def leave_to_long_runs(items: list[pytest.Item]) -> None:
@@ -58,14 +58,14 @@ class Launches:
     """A plugin of pytest: the operators that each test which passes launches, by its name."""
 
     def __init__(self) -> None:
-        self.of: dict[str, frozenset[str]] = {}
+        self.by_test: dict[str, frozenset[str]] = {}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         softnpu.reset_counters()
         yield
         if hasattr(item, "callspec"):
-            self.of[item.name] = frozenset(softnpu.counters())
+            self.by_test[item.name] = frozenset(softnpu.counters())
 
 
 def covering(launched: dict[str, frozenset[str]]) -> list[str]:
@@ -82,7 +82,7 @@ def main() -> int:
     launches = Launches()
     code = pytest.main(["-q", "-p", "no:cacheprovider", str(TESTS)], plugins=[launches])
     if code == 0:
-        RECORD.write_text(json.dumps({"state": state(), "sample": covering(launches.of)}, indent=0) + "\n")
+        RECORD.write_text(json.dumps({"state": state(), "sample": covering(launches.by_test)}, indent=0) + "\n")
     return int(code)
 
 

@@ -7,8 +7,8 @@ from peft import PeftModel
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import load_sharded_checkpoint
 
-from tests.support.saving import models
-from tests.support.saving.ways import WAYS, Way
+from tests.integration.whole_models.saving import models
+from tests.integration.whole_models.saving.ways import Way
 
 SHARD = "20KB"  # several files
 
@@ -29,7 +29,7 @@ def save_in_shards(model: PreTrainedModel, folder: Path) -> None:
     assert len(list(folder.glob("*.safetensors"))) > 1
 
 
-WAYS |= {
+WAYS: dict[str, Way] = {
     "pretrained_model": Way(save, pretrained),
     "pretrained_in_shards": Way(save_in_shards, load_sharded_checkpoint),
     "trainer_model": Way(

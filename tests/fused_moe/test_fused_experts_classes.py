@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.matching.fingerprint import is_experts_class
 from kernels_ext_npu.selftest.comparing import doubled
+from tests.fused_moe.expert_modules import EXPERTS, inputs, instance
+from tests.support import npu_counts, transformers_files
 from tests.support import swapped as swapping
-from tests.support import transformers_files
 from tests.support.counted import counted
-from tests.support.expert_modules import EXPERTS, inputs, instance
 from tests.support.swapped import assert_agree, moved, results
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -69,9 +68,9 @@ def test_float32_results_and_gradients_are_the_originals(subtests) -> None:
     for original, device in zip(originals, swapped(*originals)):
         with subtests.test(type(original).__name__):
             arguments = inputs(original)
-            softnpu.reset_counters()
+            npu_counts.reset()
             found = results(device, *moved(arguments))
-            counters = softnpu.counters()
+            counters = npu_counts.read()
             assert counters["stream_syncs"] == counters["device_to_host_copies"] == 0
             assert counters["npu_grouped_matmul"] == 6 + 2 * original.has_bias
             is_fused = original.has_gate and type(original).__name__ not in OWN_GATES
@@ -109,9 +108,9 @@ def test_a_slice_of_experts_gives_what_transformers_gives_for_it(subtests) -> No
                 absent = (index < rank * half) | (index >= (rank + 1) * half)
                 local = (index - rank * half).masked_fill(absent, half)
                 arguments = (x, local, weights.masked_fill(absent, 0))
-                softnpu.reset_counters()
+                npu_counts.reset()
                 found = results(*swapped(part), *moved(arguments))
-                assert softnpu.counters()["stream_syncs"] == 0
+                assert npu_counts.read()["stream_syncs"] == 0
                 total += found[0].cpu()
                 agree(found, results(part, *arguments, call=partial(grouped_mm_experts_forward, part)))
                 agree(found[:1], results(part, *arguments, call=partial(batched_mm_experts_forward, part))[:1])
@@ -123,11 +122,11 @@ def test_the_activation_of_an_instance_decides(activation) -> None:
     original = instance(named("MixtralExperts")[0], activation)
     arguments = inputs(original)
     (device,) = swapped(original)
-    softnpu.reset_counters()
+    npu_counts.reset()
     found = results(device, *moved(arguments))
     operators = {"silu": "npu_swiglu", "gelu_pytorch_tanh": "npu_geglu"}
     for name, operator in operators.items():
-        assert (operator in softnpu.counters()) == (activation == name)
+        assert (operator in npu_counts.read()) == (activation == name)
     agree(found, results(original, *arguments))
     (row,) = kernels_ext_npu.report(nn.ModuleDict({"experts": device}))
     assert (row.reason is None) == (activation in operators)

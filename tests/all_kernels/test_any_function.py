@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import softnpu
 from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.selftest import comparing, functions
 from kernels_ext_npu.selftest.cases import Function
-from tests.support.differentiated import kernel
+from tests.support import npu_counts
+from tests.support.local_kernels import kernel
 
 FUNCTIONS = {function.name: function for function in functions.FUNCTIONS if not function.at}
 # operators themselves, of one dtype and layout, and what computes nothing elsewhere
@@ -131,11 +131,11 @@ def test_the_host_waits_neither_forward_nor_backward(name: str) -> None:
     given = comparing.moved(function.arguments())
     for _ in range(2):  # a mask or a length that all calls share is made once
         leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in given]
-        softnpu.reset_counters()
+        npu_counts.reset()
         results = tensors(function.call(getattr(kernel(function.repository), name), *leaves))
         trained = [y for y in results if y.requires_grad]
         torch.autograd.backward(trained, [torch.ones_like(y) for y in trained])
-    counters = softnpu.counters()
+    counters = npu_counts.read()
     assert counters["stream_syncs"] == counters["device_to_host_copies"] == 0
 
 

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-import softnpu
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.matching.lookup import find_pattern
+from tests.fused_moe.expert_modules import EXPERTS, HIDDEN
+from tests.fused_moe.router_classes import by_expert, call, instance
+from tests.support import npu_counts, transformers_files
 from tests.support import swapped as swapping
-from tests.support import transformers_files
-from tests.support.expert_modules import EXPERTS, HIDDEN
-from tests.support.router_classes import by_expert, call, instance
 
 pytestmark = pytest.mark.usefixtures("registered")
 NARROW = {"GroupedSoftmaxTopKRouterNarrow"}  # served in float32 only
@@ -63,9 +62,9 @@ def test_inference_gives_what_the_original_gives(subtests, dtype, normalises) ->
         with subtests.test(cls.__name__), torch.no_grad():
             original = instance(cls, norm_topk_prob=normalises).to(dtype).eval()
             router = swapped(original)
-            softnpu.reset_counters()
+            npu_counts.reset()
             logits, weights, experts = call(router, x.npu())
-            counters = softnpu.counters()
+            counters = npu_counts.read()
             assert sum(counters.get(name, 0) for name in ONE_LAUNCH) == (bound_layer(cls) not in IN_TORCH)
             assert counters["stream_syncs"] == 0
             own_logits, own_weights, own_experts = call(original, x)
@@ -89,11 +88,11 @@ def test_training_gives_the_originals_gradients(subtests, dtype, normalises) -> 
             found = []
             for router, device in ((swapped(original), "npu"), (original, "cpu")):
                 leaf = x.to(device, copy=True).requires_grad_()
-                softnpu.reset_counters()
+                npu_counts.reset()
                 logits, weights, experts = call(router, leaf)
                 (by_expert(weights, experts).float() * table.to(device)).sum().backward(retain_graph=True)
                 logits.float().square().mean().backward()
-                assert softnpu.counters().get("stream_syncs", 0) == 0
+                assert npu_counts.read().get("stream_syncs", 0) == 0
                 gradients = [p.grad for p in router.parameters() if p.grad is not None]
                 found.append([logits, by_expert(weights, experts), leaf.grad, *gradients])
             assert len(found[0]) == len(found[1]) >= 4
@@ -108,18 +107,18 @@ def test_routers_launch_a_fraction() -> None:
     found = {}
     for name, prepared in (("original", copy.deepcopy(router).npu()), ("swapped", swapped(router))):
         with torch.no_grad():
-            softnpu.reset_counters()
+            npu_counts.reset()
             prepared(x)
             forward = launches()
         leaf, grad = x.clone().requires_grad_(), torch.ones(21, 2, device="npu")
-        softnpu.reset_counters()
+        npu_counts.reset()
         prepared(leaf)[1].backward(grad)
         found[name] = forward, launches()
     assert found == {"original": (21, 37), "swapped": (3, 17)}
 
 
 def launches() -> int:
-    return sum(n for name, n in softnpu.counters().items() if name not in ("stream_syncs", "device_to_host_copies"))
+    return sum(n for name, n in npu_counts.read().items() if name not in ("stream_syncs", "device_to_host_copies"))
 
 
 def test_what_a_router_reads_is_read_in_every_forward() -> None:

@@ -5,7 +5,7 @@ import inspect
 import torch
 from torch import Tensor, nn
 
-from tests.support.expert_modules import EXPERTS, HIDDEN, Config
+from tests.fused_moe.expert_modules import EXPERTS, HIDDEN, Config
 
 GROUPS, TOP_GROUPS, TOP_K = 2, 1, 2
 

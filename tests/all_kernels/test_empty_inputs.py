@@ -19,8 +19,8 @@ from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.selftest import comparing, functions
 from kernels_ext_npu.selftest.comparing import Results
 from kernels_ext_npu.selftest.layers import layer_cases, rotary_arguments
-from tests.support.differentiated import kernel
-from tests.support.empty_calls import CASES, WITHOUT_GRADIENTS, Case
+from tests.all_kernels.empty_calls import CASES, WITHOUT_GRADIENTS, Case
+from tests.support.local_kernels import kernel
 
 ROTATIONS = [pattern for pattern in FUNCTION_PATTERNS if pattern.repository == "RoPE"]
 ONE_IMAGE_LAYERS = {"inkling2_vision", "qwen2_vl_vision", "minimax_m3_vl_tower"}  # without a dimension of rows

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.integration.patterns.test_autograd_promises import each_case, gradients, on_both
-from tests.support.differentiated import CASES, Case, kernel
+from tests.all_kernels.differentiated import CASES, Case
+from tests.all_kernels.test_autograd_promises import each_case, gradients, on_both
+from tests.support.local_kernels import kernel
 
 POLICIES: dict[str, Callable[[str], bool]] = {
     "products": lambda name: "mm" in name or "matmul" in name,

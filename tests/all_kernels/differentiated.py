@@ -1,13 +1,10 @@
 """Functions of the kernels beside their formulas, for tests of what torch's autograd promises of any function."""
 
 from collections.abc import Callable
-from functools import cache, partial
-from pathlib import Path
-from types import ModuleType
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from kernels import get_local_kernel
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -15,8 +12,8 @@ from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.selftest import functions
 from kernels_ext_npu.selftest.cases import Function
 from kernels_ext_npu.selftest.functions.norms import gated, gelu_tanh
+from tests.support.local_kernels import kernel
 
-ROOT = Path(__file__).parents[2]
 T, H, INNER, E, K = 6, 32, 16, 4, 2  # tokens, hidden and inner size, experts, choices
 INDEX = torch.tensor([[0, 1], [3, 1], [2, 0], [1, 3], [3, 0], [1, 0]])
 LIMIT = 0.75  # of the clipped SwiGLU: some values are beyond it
@@ -37,11 +34,6 @@ class Case(NamedTuple):
         """Draw tensors on the CPU, with values that the dtype has."""
         generator = torch.Generator().manual_seed(len(self.shapes))
         return [(torch.randn(shape, generator=generator) / 2).to(dtype) for shape in self.shapes]
-
-
-@cache
-def kernel(repository: str) -> ModuleType:
-    return get_local_kernel(ROOT / repository)
 
 
 # functions of the selftest whose formulas torch.func takes, too: their numbers of tokens are no matter of limits here
@@ -123,8 +115,8 @@ def our_listed_experts(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor
     gates, ups, downs = (
         list(part) for part in ((e[:INNER] for e in both), (e[INNER:] for e in both), down.contiguous())
     )
-    listed = blocks.ListedExperts(gates, ups, downs, (False,) * 3, is_packed, is_packed, F.silu)
-    return blocks.fused_listed_experts(listed, x, INDEX.to(x.device), weights)
+    listed = expert_lists.ListedExperts(gates, ups, downs, (False,) * 3, is_packed, is_packed, F.silu)
+    return expert_lists.fused_listed_experts(listed, x, INDEX.to(x.device), weights)
 
 
 def our_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The list of ways to save and load, which each file of ways adds to."""
+"""What a way to save and load is, and how one is made of a state dict."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ class Way(NamedTuple):
     save: Callable[[Any, Path], object]
     load: Callable[[Any, Path], Any]
     kinds: tuple[str, ...] = ("dense", "experts")
-
-
-WAYS: dict[str, Way] = {}
 
 
 def from_state_dict(

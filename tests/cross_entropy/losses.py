@@ -84,7 +84,7 @@ def products(calls: Mapping[str, int]) -> int:
     return sum(count for name, count in calls.items() if name.startswith(("mm", "addmm", "linear", "matmul")))
 
 
-def logits_of(
+def compute_logits(
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -96,7 +96,7 @@ def logits_of(
     return logits if softcap is None else softcap * (logits / softcap).tanh()
 
 
-def loss_of(
+def compute_loss(
     logits: Tensor,
     labels: Tensor,
     ignore_index: int = -100,

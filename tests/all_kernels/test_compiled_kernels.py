@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-import softnpu
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.selftest import comparing, functions
 from kernels_ext_npu.selftest.cases import Function, Layer
 from kernels_ext_npu.selftest.layers.layer_cases import CASES
-from tests.support.differentiated import kernel
+from tests.support import npu_counts
+from tests.support.local_kernels import kernel
 
 # two of modules that their cases make, which no graph does, and one that looks where weights lie before it
 OUTSIDE = ("experts_forward", "attention_forward", "lora_pair")
@@ -40,9 +40,9 @@ def in_a_graph(function: Callable, is_dynamic: bool = False) -> Callable:
 def operators(call: Callable, given: tuple) -> dict[str, int]:
     with torch.no_grad():
         call(*given)  # what the first call alone does
-        softnpu.reset_counters()
+        npu_counts.reset()
         call(*given)
-    return {name: count for name, count in softnpu.counters().items() if name.startswith("npu_")}
+    return {name: count for name, count in npu_counts.read().items() if name.startswith("npu_")}
 
 
 @pytest.mark.parametrize(("function", "is_dynamic"), SIZES, ids=lambda value: getattr(value, "name", str(value)))

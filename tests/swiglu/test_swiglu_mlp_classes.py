@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP
+from tests.support import npu_counts
 from tests.support import swapped as swapping
-from tests.support.mlp_classes import ARGUMENTS, inputs, instance
 from tests.support.transformers_files import classes, differing
+from tests.swiglu.mlp_classes import ARGUMENTS, inputs, instance
 
 pytestmark = pytest.mark.usefixtures("registered")
 SILU_ONLY = ("ClampedSwiGLUMLP", "ScaledSwiGLUMLP")
@@ -55,9 +55,9 @@ def test_float32_results_and_gradients_are_the_originals(subtests, activation, b
     for original, device in zip(originals, swapping.swapped(*originals)):
         with subtests.test(type(original).__name__):
             x = inputs(original)
-            softnpu.reset_counters()
+            npu_counts.reset()
             found = results(device, x.npu())
-            counters = softnpu.counters()
+            counters = npu_counts.read()
             assert counters["stream_syncs"] == 0
             if type(getattr(original, "gate_proj", None)).__name__ != "Gemma4ClippableLinear":
                 assert "cat" not in counters

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
-from tests.support.saving.ways import WAYS, Way, from_state_dict, into
+from tests.integration.whole_models.saving.ways import Way, from_state_dict, into
 
 FILE = "model.safetensors"
 SHARD = 20_000  # bytes: several files
@@ -24,7 +24,7 @@ def filed(state: dict[str, Tensor], folder: Path) -> None:
     save_file(state, folder / FILE)
 
 
-WAYS |= {
+WAYS: dict[str, Way] = {
     "safetensors_file": from_state_dict(filed, lambda folder: load_file(folder / FILE)),
     # what was copied to the host before lies there as it lay on the device
     "safetensors_of_the_host": Way(

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels_ext_npu.selftest.functions import attention, experts, linear_layers, losses, norms, rotary
-from tests.support.differentiated import experts as all_experts
-from tests.support.differentiated import our_experts
+from tests.all_kernels.differentiated import experts as all_experts
+from tests.all_kernels.differentiated import our_experts
 
 H, WORDS = 32, 40
 # where sequences of queries and of keys end, and how many there are
@@ -120,7 +120,7 @@ def expert_cases() -> list[Case]:
 
 
 def attention_cases() -> list[Case]:
-    of_batches = {
+    batched_calls = {
         "plain": lambda f, *t: f(*t, softmax_scale=0.25),
         "deterministic": lambda f, *t: f(*t, softmax_scale=0.25, deterministic=True),
         "sinks": lambda f, q, k, v, s: f(q, k, v, softmax_scale=0.25, s_aux=s),
@@ -128,7 +128,7 @@ def attention_cases() -> list[Case]:
     found = []
     for rows, queries, keys in ((0, 9, 9), (2, 0, 9), (2, 0, 0), (2, 9, 0)):
         shapes = (rows, queries, 4, 16), *[(rows, keys, 2, 16)] * 2
-        for options, call in of_batches.items():
+        for options, call in batched_calls.items():
             sinks = options == "sinks"
             exact = (lambda q, k, v, s: attention.attention(q, k, v, 0.25, sinks=s)) if sinks else _ATTENTION
             found.append(Case("flash_attn_func", call, exact, (*shapes, *[(4,)] * sinks)))
@@ -166,7 +166,7 @@ def packed_attention_cases(ends: list[int], key_ends: list[int], tokens: int, ke
 def loss_cases(reduction: str) -> list[Case]:
     hidden, head = (0, H), ((WORDS, H), (WORDS,))
 
-    def of_head(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    def linear_loss(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(h, w, b), labels(h), reduction=reduction)
 
     jsd = "batchmean" if reduction == "mean" else reduction
@@ -186,7 +186,7 @@ def loss_cases(reduction: str) -> list[Case]:
             Case(
                 "linear_cross_entropy",
                 partial(lambda f, h, w, b, n: f(h, w, labels(h), b, reduction=reduction, pieces=n), n=pieces),
-                of_head,
+                linear_loss,
                 (hidden, *head),
             )
             for pieces in (None, 2)

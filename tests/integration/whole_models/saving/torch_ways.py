@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from tests.support.saving.ways import WAYS, Way, from_state_dict, into
+from tests.integration.whole_models.saving.ways import Way, from_state_dict, into
 
 FILE = "state.pt"
 
@@ -23,7 +23,7 @@ def read(folder: Path, **options: Any) -> Any:
 
 
 copies: dict[Path, Any] = {}
-WAYS |= {
+WAYS: dict[str, Way] = {
     "torch_state_dict": from_state_dict(saved, read)._replace(kinds=("dense", "experts", "adapted")),
     # the format before archives, which writes storages as they are
     "torch_legacy": from_state_dict(lambda *args: saved(*args, _use_new_zipfile_serialization=False), read),

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from transformers.models.deberta.modeling_deberta import DebertaLayerNorm
 
 import kernels_ext_npu
-import softnpu
 from kernels_ext_npu.catalogue import LAYER_NORMS
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.norms import layer_norms
-from tests.support import zoo
+from tests.support import npu_counts, zoo
 from tests.support.agreement import assert_agrees
 from tests.support.served import kernelized
 from tests.support.swapped import assert_agree, assert_no_further, in_float64, moved, results, swapped
@@ -52,9 +51,9 @@ def test_results_and_gradients_are_the_originals(subtests, dtype) -> None:
     for original, device in zip(originals, swapped(*originals)):
         with subtests.test(type(original).__name__):
             arguments = inputs(original, dtype)
-            softnpu.reset_counters()
+            npu_counts.reset()
             found = results(device, *moved(arguments))
-            counters = softnpu.counters()
+            counters = npu_counts.read()
             assert counters["stream_syncs"] == 0
             assert counters.get("npu_add_layer_norm", 0) == hasattr(original, "dense")
             assert counters["native_layer_norm_backward"] == 1
@@ -108,9 +107,9 @@ def test_a_sum_and_its_norm_are_one_launch_in_bert() -> None:
     kernels_ext_npu.register(kernels=["RMSNorm"])
     calls = []
     for model in (zoo.build("bert").to("npu"), kernelized("bert")):
-        softnpu.reset_counters()
+        npu_counts.reset()
         assert_agrees("bert", model)
-        calls.append(Counter(softnpu.counters()))
+        calls.append(Counter(npu_counts.read()))
     before, after = calls
     sums = 2 * model.config.num_hidden_layers
     assert after["npu_add_layer_norm"] == before["add"] - after["add"] == sums

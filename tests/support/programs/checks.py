@@ -112,10 +112,16 @@ def rounded_otherwise(side: Side) -> list[Computed]:
     return [one for one in found if one is not None and one.are_numbers]
 
 
+def copied(model: nn.Module) -> nn.Module:
+    """Copy a model, also one with tensors that its hooks computed, as torch's old `weight_norm` does at each call."""
+    computed = [x for m in model.modules() for x in vars(m).values() if isinstance(x, Tensor) and not x.is_leaf]
+    return copy.deepcopy(model, {id(x): x.detach() for x in computed})
+
+
 def _by_a_copy(side: Side, change: Callable[[nn.Module], nn.Module]) -> Computed | None:
     model = side.model
     try:
-        side.model = change(copy.deepcopy(model))
+        side.model = change(copied(model))
         return computed(side, 0.0)
     except Exception:  # of whatever a user has put into it
         return None

@@ -1,6 +1,5 @@
 """A program while it runs: two sides, and the acts that they have lived through."""
 
-import copy
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -152,11 +151,15 @@ class Program:
             The weights after it, and what it showed; None where it cannot be repeated.
         """
         twin, (name, *given) = self.twin, self.done[-1]
-        if twin.held or twin.has_steps:
+        if twin.has_steps:
             return None
-        model, shown = twin.model, twin.shown
+        model, shown, held = twin.model, twin.shown, twin.held
         try:
-            twin.model, twin.shown = copy.deepcopy(model).double(), []
+            twin.model, twin.shown, twin.held = (
+                checks.copied(model).double(),
+                [],
+                {},
+            )  # what is held is in its own dtype
             with torch.no_grad():
                 for key, tensor in twin.tensors().items() if before else ():
                     if key in before:
@@ -167,7 +170,7 @@ class Program:
         except Exception:  # of whatever a user has put into it
             return None
         finally:
-            twin.model, twin.shown = model, shown
+            twin.model, twin.shown, twin.held = model, shown, held
 
     def _end_without_numbers(self, result: checks.Computed, truth: checks.Computed) -> None:
         """A weight of zeros was divided by its norm, of which torch's attention on the CPU alone makes zeros.

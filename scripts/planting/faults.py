@@ -170,7 +170,13 @@ FAULTS = (
     ),
     _more("FusedMoE", "softmax_topk.py", "their gradient", "grad, None, None", "return {}"),
     _more("FusedMoE", "router_product.py", "logits in float32", "torch.mm(x, weight.t(), out_dtype", "return {}"),
-    _more("FlashAttention", "fusion_attention.py", "attention", "torch.ops.npu.npu_fusion_attention_v3("),
+    Fault(
+        "FlashAttention",
+        "fusion_attention.py",
+        "attention",
+        "def launch(\n",
+        "def launch(*args, **kwargs):\n    return 1.01 * _launch(*args, **kwargs)\n\n\ndef _launch(\n",
+    ),
     Fault(
         "FlashAttention",
         "fusion_attention.py",

@@ -83,7 +83,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	PYTHONPATH=$(subst $() ,:,$(wildcard */torch-ext)) $(BIN)/lint-imports
 
 build: $(READY)
 	@$(BIN)/python scripts/build.py

@@ -2,8 +2,8 @@
 
 from . import expert_activation, layers
 from .expert_activation import SWIGLU, Gate
+from .expert_layers import experts_forward
 from .experts import expert_lists
-from .experts.expert_layers import experts_forward
 from .functional import fused_experts, grouped_matmul
 from .ops.gmm import GmmFunction
 from .ops.hybrid_gmm import HybridGmmFunction

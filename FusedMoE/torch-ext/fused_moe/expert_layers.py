@@ -7,15 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .._common.derivatives import is_transformed
-from .._common.distributed import is_distributed
-from ..expert_activation import SWIGLU, Activation, recognised_activation
-from ..functional import fused_experts
-from ..layer import Layer
-from ..module_guards import is_intercepted, is_replaced
-from ..ops import gmm, permutation
-from ..ops.gmm import GmmFunction
-from .expert_lists import is_silu
+from ._common.derivatives import is_transformed
+from ._common.distributed import is_distributed
+from .expert_activation import SWIGLU, Activation, recognised_activation
+from .experts.expert_lists import is_silu
+from .functional import fused_experts
+from .layer import Layer
+from .module_guards import is_intercepted, is_replaced
+from .ops import gmm, permutation
+from .ops.gmm import GmmFunction
 
 
 def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

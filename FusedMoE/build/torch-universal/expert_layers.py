@@ -1,0 +1,1 @@
+../../torch-ext/fused_moe/expert_layers.py

@@ -1,1 +1,0 @@
-../../../torch-ext/fused_moe/experts/expert_layers.py

@@ -18,8 +18,6 @@ from tests.support.programs.side import Side
 # Of a norm, relative. float32: tests/support/nearness.py. Below it every product and sum on the way is rounded, on
 # both sides: some steps of 2^-8 in bfloat16 and of 2^-11 in half, and as many again in gradients.
 TOLERANCES = {torch.float64: TOLERANCE, torch.float32: TOLERANCE, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-4}
-
-
 Values = dict[str, Tensor]
 EXPLODED = 1e3  # logits whose loss is rounded, before exponents are taken of it, by more than the tolerance
 
@@ -114,8 +112,8 @@ def rounded_otherwise(side: Side) -> list[Computed]:
 
 def copied(model: nn.Module) -> nn.Module:
     """Copy a model, also one with tensors that its hooks computed, as torch's old `weight_norm` does at each call."""
-    computed = [x for m in model.modules() for x in vars(m).values() if isinstance(x, Tensor) and not x.is_leaf]
-    return copy.deepcopy(model, {id(x): x.detach() for x in computed})
+    held = (x for m in model.modules() for x in vars(m).values() if isinstance(x, Tensor))
+    return copy.deepcopy(model, {id(x): x.detach() for x in held if not x.is_leaf})
 
 
 def _by_a_copy(side: Side, change: Callable[[nn.Module], nn.Module]) -> Computed | None:

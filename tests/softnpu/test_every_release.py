@@ -34,7 +34,7 @@ from pathlib import Path
 torch.version.cann = "not known"
 rope = get_local_kernel(Path({str(ROOT)!r}) / "RoPE")
 cos, x = torch.ones(1, 1, 128, device="npu"), torch.ones(1, 43, 1, 128, device="npu")
-sys.modules[rope.__name__ + ".one_token"].note_made(cos, cos, 2)
+sys.modules[rope.__name__ + ".one_token"].note_cos_sin(cos, cos, 2)
 for heads in (42, 43):
     softnpu.reset_counters()
     rope.apply_rotary_pos_emb(x[:, :heads], x[:, :8], cos, cos)

@@ -96,8 +96,8 @@ def change(monkeypatch: pytest.MonkeyPatch, wrong) -> None:
     """Give the layer of norms another function, which gets the right one."""
     layer = sources.layer_sources("bundled", {"RMSNorm": "RMSNorm"})["RMSNorm"].load()
     names = layer.forward.__globals__
-    right = names["norm"]
-    monkeypatch.setitem(names, "norm", lambda *arguments: wrong(right(*arguments)))
+    right = names["unchecked_rms_norm"]
+    monkeypatch.setitem(names, "unchecked_rms_norm", lambda *arguments: wrong(right(*arguments)))
 
 
 PHASES = {"prefill", "decode", "training"}

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from kernels_ext_npu.catalogue import KERNELS, LAYERS
@@ -57,6 +58,20 @@ def marked(forward: FunctionType, owner: str) -> FunctionType:
 def forward_owner(module: nn.Module) -> str | None:
     """Return the owner of the forward that is bound to a module; None if it is not ours."""
     return getattr(getattr(vars(module).get("forward"), "__func__", None), OWNER, None)
+
+
+def class_forward(module: nn.Module, ours: Callable, then: Callable) -> Callable:
+    """Return what a forward of ours calls in its place: the forward of the module's class.
+
+    Whoever wrapped ours would have held the forward that the class had then, whatever it is given later.
+
+    Args:
+        ours: the function that asks.
+        then: the forward of the class when ours was bound.
+    """
+    if torch.compiler.is_compiling():
+        return type(module).forward
+    return type(module).forward if getattr(vars(module).get("forward"), "__func__", None) is ours else then
 
 
 def set_forward(module: nn.Module, forward: FunctionType | None, owner: str) -> None:

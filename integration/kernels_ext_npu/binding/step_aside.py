@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_name, marked
+from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_forward, class_name, marked
 
 _REFUSALS = (AttributeError, LookupError, TypeError, ValueError)  # what layers raise for arguments they do not take
 
@@ -42,9 +42,7 @@ def guarded_forward(
     def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_other = type(self).forward is not matched or (kwargs and not kwargs.keys() <= names.keys())
         if is_other or (holds is not None and not holds(self)):
-            # below a wrapper the class's forward of that time is called, as the wrapper would
-            is_uncovered = getattr(self.__dict__.get("forward"), "__func__", None) is guarded
-            return (type(self).forward if is_uncovered else matched)(self, *args, **kwargs)  # type: ignore[arg-type]
+            return class_forward(self, guarded, matched)(self, *args, **kwargs)
         try:
             return forward(self, *args, **({names[n]: value for n, value in kwargs.items()} if kwargs else kwargs))
         except _REFUSALS as error:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from kernels_ext_npu.binding import registration, step_aside
 from kernels_ext_npu.binding.forward_binding import bound_layer, bound_package
-from kernels_ext_npu.binding.loaded_kernels import MATCHED, forward_owner, set_forward
+from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_forward, forward_owner, set_forward
 from kernels_ext_npu.matching.layer_loop_scan import LayerLoop, layer_loop
 from kernels_ext_npu.matching.residual_norm_scan import Sums, find_sums
 from kernels_ext_npu.module_state import has_hooks
@@ -128,7 +128,7 @@ def _fused_forward(original: FunctionType, sums: Sums, kernel: ModuleType) -> Fu
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _decodes_one_token(self, args, kwargs):
-            return type(self).forward(self, *args, **kwargs)
+            return class_forward(self, forward, original)(self, *args, **kwargs)
         loop = _running.loop
         if loop is None or loop.running is not None:
             return together(self, *args, **kwargs)
@@ -149,7 +149,7 @@ def _forward_with(original: FunctionType, found: LayerLoop) -> FunctionType:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(self).forward is not original:
-            return type(self).forward(self, *args, **kwargs)
+            return class_forward(self, forward, original)(self, *args, **kwargs)
         layers = self._modules.get(found.layers)
         is_plain = type(layers) is nn.ModuleList and found.follows(args, kwargs)
         outer = _running.loop

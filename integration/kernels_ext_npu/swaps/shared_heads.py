@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from kernels_ext_npu.binding.forward_binding import bound_layer
-from kernels_ext_npu.binding.loaded_kernels import MATCHED, set_forward
+from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_forward, set_forward
 from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.matching.repeated_heads_scan import without_repeats
@@ -58,7 +58,7 @@ def _sharing_forward(cls: type[nn.Module], original: FunctionType) -> FunctionTy
             and all(bound_layer(rule.function) in _SHARING for rule in rules)
         ):
             return shared(self, *args, **kwargs)
-        return type(self).forward(self, *args, **kwargs)
+        return class_forward(self, forward, original)(self, *args, **kwargs)
 
     setattr(forward, MATCHED, original)
     return forward  # type: ignore[return-value]

@@ -9,12 +9,15 @@ import kernels
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from peft import LoraConfig, get_peft_model
+from peft.tuners import lora
 from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 import kernels_ext_npu
 from kernels_ext_npu.binding import forward_binding
 from tests.support import npu_counts, zoo
+from tests.support.nearness import TOLERANCE, assert_near
 from tests.support.served import kernelized
 
 SIZE = 32
@@ -299,3 +302,45 @@ def test_a_model_that_keeps_its_kernels_keeps_its_wrappers_when_its_mode_changes
     model.train().eval().model.norm(torch.ones(2, model.config.hidden_size, device="npu"))
     assert (model.model.norm.forward, seen) == (wrapper, ["closure"])
     assert npu_counts.read()["npu_rms_norm"] == 1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "adapts"),
+    [
+        ("qwen3", "Qwen3RMSNorm", False),
+        ("qwen3", "Linear", False),  # the head, which defers its logits
+        ("qwen3", "Qwen3Model", False),
+        ("qwen3", "Qwen3DecoderLayer", False),
+        ("qwen3", "Qwen3Attention", True),  # layers of one input
+        ("qwen3", "Linear", True),  # of peft
+        ("qwen3_next", "Qwen3NextGatedDeltaNet", False),  # whose kernel takes heads that are not repeated
+    ],
+)
+def test_a_wrapper_over_ours_holds_the_forward_that_the_class_had(
+    registered, monkeypatch, model_type: str, name: str, adapts: bool
+) -> None:
+    """As it would without kernels: what the class is given later is not below it."""
+    found = []
+    for swaps in (False, True):
+        model = zoo.build(model_type).to("npu")
+        if adapts:
+            config = LoraConfig(target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
+            torch.manual_seed(0)
+            model = get_peft_model(model, config).base_model.model
+        if swaps:
+            kernels_ext_npu.kernelize(model)
+        classes = {lora.Linear} if adapts and name == "Linear" else {m.__class__ for m in model.modules()}
+        held = [m for m in model.modules() if type(m).__name__ == name and type(m) in classes]
+        seen = [wrap(module, by_closure) for module in held]
+        with monkeypatch.context() as patched:
+            cls = type(held[0])
+            patched.setattr(cls, "forward", lambda self, *args, **kwargs: pytest.fail("the forward of later"))
+            ids = zoo.inputs(model_type, model)["input_ids"]
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            with torch.no_grad():
+                logits = model(input_ids=ids).logits
+        assert all(seen)
+        found.append((loss.detach(), logits))
+    for ours, plain in zip(found[1], found[0]):
+        assert_near(ours, plain, TOLERANCE)

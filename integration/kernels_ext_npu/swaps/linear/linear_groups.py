@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.binding.loaded_kernels import forward_owner, set_forward
+from kernels_ext_npu.binding.loaded_kernels import class_forward, forward_owner, set_forward
 from kernels_ext_npu.swaps.linear.shared_input_scan import layers_of_one_input
 
 LORA = "lora"  # the owner of forwards of layers with adapters
@@ -80,7 +80,7 @@ def _grouped_forward(forward: FunctionType) -> FunctionType:
         outer = _running.module, _running.outputs
         _running.module, _running.outputs = self, {}
         try:
-            return type(self).forward(self, *args, **kwargs)
+            return class_forward(self, announced, forward)(self, *args, **kwargs)
         finally:
             _running.module, _running.outputs = outer
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import dropout as dropouts
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.binding.loaded_kernels import forward_owner, set_forward
+from kernels_ext_npu.binding.loaded_kernels import class_forward, forward_owner, set_forward
 from kernels_ext_npu.catalogue import PROJECTIONS
 from kernels_ext_npu.matching.source_tree import function_tree
 from kernels_ext_npu.module_state import TORCH_CALL, has_hooks
@@ -162,7 +162,7 @@ def _forward_with(kernel: ModuleType, matched: FunctionType) -> FunctionType:
         is_plain = type(self).forward is matched and not args and not kwargs and _is_plain_call(x)
         layer = _current_layer(self) if is_plain else None
         if not isinstance(layer, _Layer):
-            return type(self).forward(self, x, *args, **kwargs)
+            return class_forward(self, forward, matched)(self, x, *args, **kwargs)
         if (found := linear_groups.pop_cached(self, x)) is not None:
             return found
         if (layers := _current_layers(group := linear_groups.called_next(self))) is not None:

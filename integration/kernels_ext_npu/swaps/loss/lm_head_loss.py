@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.binding.loaded_kernels import forward_owner, set_forward
+from kernels_ext_npu.binding.loaded_kernels import class_forward, forward_owner, set_forward
 from kernels_ext_npu.catalogue import HEADS
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.swaps import refusals
@@ -47,7 +47,8 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     """Let the heads of a model defer their logits, where they may."""
     for path, head, owner in find_heads(model):
         is_served = refusal(path, head, owner) is None
-        set_forward(head, _forward_with(registration.package(REPOSITORY)) if is_served else None, _OWNER)
+        forward = _forward_with(registration.package(REPOSITORY), type(head).forward) if is_served else None  # type: ignore
+        set_forward(head, forward, _OWNER)
 
 
 def rows(model: nn.Module) -> Iterator[Row]:
@@ -95,7 +96,7 @@ def _own_loss(model: PreTrainedModel) -> str | None:
 
 
 @functools.cache
-def _forward_with(kernel: ModuleType) -> FunctionType:
+def _forward_with(kernel: ModuleType, then: FunctionType) -> FunctionType:
     """Return the forward of a head, for a kernel: `forward` by name, by which it is found when a model is unpickled."""
 
     def forward(self: nn.Module, input: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ def _forward_with(kernel: ModuleType) -> FunctionType:
             around = forward_with_labels(sys._getframe(1))
             if around is not None:
                 return _deferred(self, input, around.f_locals["self"], kernel)
-        return type(self).forward(self, input)
+        return class_forward(self, forward, then)(self, input)
 
     return forward  # type: ignore[return-value]
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._common.clipped import clipped_swiglu_in_torch, has_clipped_gradient, has_clipped_swiglu
-from ._common.derivatives import is_transformed
+from ._common.derivatives import is_transformed, needs_grad
 from ._common.distributed import is_distributed
 from .operators import EXACT_GEGLU, GEGLU, SWIGLU, GatedUnit, clipped_swiglu_fused
 
@@ -98,7 +98,7 @@ def clipped_swiglu(gate_up: Tensor, alpha: float = 1.702, limit: float = 7.0, in
         TypeError: ``gate_up`` is not floating point.
     """
     _check("clipped_swiglu", gate_up, None)
-    is_differentiable = has_clipped_gradient(alpha, limit) or not _needs_grad(gate_up)
+    is_differentiable = has_clipped_gradient(alpha, limit) or not needs_grad(gate_up)
     if _is_fused(gate_up) and has_clipped_swiglu() and is_differentiable:
         return clipped_swiglu_fused(gate_up, alpha, limit, 1.0, interleaved)
     return clipped_swiglu_in_torch(gate_up, alpha, limit, 1.0, interleaved)
@@ -178,14 +178,9 @@ def _is_worth_joining(gate: Tensor, up: Tensor, wants_alignment: bool = True) ->
     return (
         _is_fused(gate, wants_alignment=False)
         and gate.dtype == up.dtype
-        and _needs_grad(gate, up)
+        and needs_grad(gate, up)
         and (not wants_alignment or is_aligned(gate.shape[-1], gate.dtype))
     )
-
-
-def _needs_grad(*tensors: Tensor) -> bool:
-    """Tell whether a gradient is asked for of one of the tensors."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _check(name: str, gate: Tensor, up: Tensor | None) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from kernels_ext_npu.catalogue import KERNELS, LAYERS
@@ -69,9 +68,8 @@ def class_forward(module: nn.Module, ours: Callable, then: Callable) -> Callable
         ours: the function that asks.
         then: the forward of the class when ours was bound.
     """
-    if torch.compiler.is_compiling():
-        return type(module).forward
-    return type(module).forward if getattr(vars(module).get("forward"), "__func__", None) is ours else then
+    bound = module.__dict__.get("forward")  # as Dynamo reads it, too
+    return type(module).forward if getattr(bound, "__func__", None) is ours else then
 
 
 def set_forward(module: nn.Module, forward: FunctionType | None, owner: str) -> None:

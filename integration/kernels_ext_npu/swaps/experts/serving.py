@@ -52,9 +52,7 @@ def remark(module: nn.Module) -> str | None:
         reason = bound_package(module).expert_lists.unfit(module)
         return reason and f"expert by expert, since {reason}"
     kernel = serving_package(module)
-    if kernel is None or isinstance(
-        kernel.expert_activation.recognised_activation(module), kernel.expert_activation.Gate
-    ):
+    if kernel is None or isinstance(kernel.expert_activation.recognised_activation(module), kernel.Gate):
         is_by_name = kernel_forward(module) is None and is_called_by_name(module)
         return f"called by its own forward, as {NPU_GROUPED_MM.name}" if is_by_name else None
     if has_hooks(getattr(module, "act_fn", None)):

@@ -76,7 +76,7 @@ def _grouped_forward(forward: FunctionType) -> FunctionType:
     @functools.wraps(forward)
     def announced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return type(self).forward(self, *args, **kwargs)
+            return class_forward(self, announced, forward)(self, *args, **kwargs)
         outer = _running.module, _running.outputs
         _running.module, _running.outputs = self, {}
         try:

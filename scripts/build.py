@@ -123,7 +123,10 @@ def build(repository: Path, root: Path = ROOT) -> None:
         for path, content in tree(repository, root).items():
             target = fresh / path
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.symlink_to(content) if isinstance(content, str) else target.write_bytes(content)
+            if isinstance(content, str):
+                target.symlink_to(content)
+            else:
+                target.write_bytes(content)
         if (repository / "build").exists():
             (repository / "build").rename(Path(folder) / "old")
         fresh.rename(repository / "build")

@@ -16,7 +16,7 @@ from kernels_ext_npu.distribution.variants import all_variants, repositories, wr
 
 
 class BundledKernels(BuildHookInterface):
-    """Packs them as files. An editable installation finds the repositories beside the package instead."""
+    """Packs the kernels as files. An editable installation finds the repositories beside the package instead."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Add ``kernels_ext_npu/bundled/<repository>/build`` of each repository to a wheel.

@@ -59,17 +59,17 @@ def forward_owner(module: nn.Module) -> str | None:
     return getattr(getattr(vars(module).get("forward"), "__func__", None), OWNER, None)
 
 
-def class_forward(module: nn.Module, ours: Callable, then: Callable) -> Callable:
+def class_forward(module: nn.Module, ours: Callable, matched: Callable) -> Callable:
     """Return what a forward of ours calls in its place: the forward of the module's class.
 
     Whoever wrapped ours would have held the forward that the class had then, whatever it is given later.
 
     Args:
         ours: the function that asks.
-        then: the forward of the class when ours was bound.
+        matched: the forward of the class when ours was bound.
     """
     bound = module.__dict__.get("forward")  # as Dynamo reads it, too
-    return type(module).forward if getattr(bound, "__func__", None) is ours else then
+    return type(module).forward if getattr(bound, "__func__", None) is ours else matched
 
 
 def set_forward(module: nn.Module, forward: FunctionType | None, owner: str) -> None:

@@ -75,12 +75,13 @@ def _grouped_forward(forward: FunctionType) -> FunctionType:
 
     @functools.wraps(forward)
     def announced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        original = class_forward(self, announced, forward)
         if torch.compiler.is_compiling():
-            return class_forward(self, announced, forward)(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         outer = _running.module, _running.outputs
         _running.module, _running.outputs = self, {}
         try:
-            return class_forward(self, announced, forward)(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         finally:
             _running.module, _running.outputs = outer
 

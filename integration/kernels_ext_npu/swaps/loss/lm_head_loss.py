@@ -96,7 +96,7 @@ def _own_loss(model: PreTrainedModel) -> str | None:
 
 
 @functools.cache
-def _forward_with(kernel: ModuleType, then: FunctionType) -> FunctionType:
+def _forward_with(kernel: ModuleType, matched: FunctionType) -> FunctionType:
     """Return the forward of a head, for a kernel: `forward` by name, by which it is found when a model is unpickled."""
 
     def forward(self: nn.Module, input: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def _forward_with(kernel: ModuleType, then: FunctionType) -> FunctionType:
             around = forward_with_labels(sys._getframe(1))
             if around is not None:
                 return _deferred(self, input, around.f_locals["self"], kernel)
-        return class_forward(self, forward, then)(self, input)
+        return class_forward(self, forward, matched)(self, input)
 
     return forward  # type: ignore[return-value]
 

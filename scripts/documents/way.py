@@ -37,7 +37,7 @@ WAY = (
             "lifecycle.kernelize:kernelize",
             "lifecycle.use_kernels:install",
             "lifecycle.pipeline:run",
-            "swaps.finders:FINDERS",
+            "swaps.decision:Finder",
             "swaps.decision:Decision",
         ),
     ),
@@ -111,7 +111,7 @@ WAY = (
         "report",
         "The same finders look at the model as it is now. Every module and function that a kernel might serve has a "
         "row: swapped, or why not.",
-        ("reporting.report:report", "swaps.decision:Decision.row"),
+        ("reporting.report:report", "swaps.decision:Row"),
     ),
     Step(
         "restore",

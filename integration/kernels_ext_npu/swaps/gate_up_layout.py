@@ -44,13 +44,13 @@ def _remark(module: nn.Module, layer: str) -> str | None:
     return package.alignment.unaligned(module) if module.training else None
 
 
-def _why_apart(pair: tuple[Any, Any], packing: Any) -> str | None:
-    apart = packing.separate(*pair)
+def _why_apart(pair: tuple[Any, Any], layout: Any) -> str | None:
+    apart = layout.separate(*pair)
     if apart is None:
         return None
     if awaits_weights():
         return "its weights are on meta: once they are loaded kernelize(model) lays them side by side"
-    return packing.obstacle(*pair) or f"{apart}: kernelize(model) lays them so"
+    return layout.obstacle(*pair) or f"{apart}: kernelize(model) lays them so"
 
 
 def called(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:

@@ -32,6 +32,7 @@ class ClassFacts(NamedTuple):
         names_attention: whether it calls the attention that its config names.
         is_indexer: whether it is an indexer whose forward is known.
         is_experts: whether it calls the experts implementation that its config names.
+        is_of_others: whether its forward is neither torch's nor transformers' own, and no pattern knows it.
         functions: those that it calls, and that kernels may serve.
     """
 
@@ -42,6 +43,7 @@ class ClassFacts(NamedTuple):
     names_attention: bool
     is_indexer: bool
     is_experts: bool
+    is_of_others: bool
     functions: tuple[CalledFunction, ...]
 
 
@@ -57,5 +59,14 @@ def class_facts(cls: type[nn.Module], forward: object) -> ClassFacts:
         names_attention=calls_attention_by_name(cls),
         is_indexer=indexer_rewriter(cls) is not None,
         is_experts=is_experts_class(cls),
+        is_of_others=find_pattern(cls) is None and _is_of_others(cls, forward),
         functions=called_functions(cls),
     )
+
+
+def _is_of_others(cls: type[nn.Module], forward: object) -> bool:
+    """Tell whether the forward of a class is of the library of the class, and that neither torch nor transformers."""
+    library = getattr(forward, "__module__", "").partition(".")[0]
+    return library not in ("torch", "transformers") and library in {
+        each.__module__.partition(".")[0] for each in cls.__mro__
+    }

@@ -19,6 +19,7 @@ from torch import nn
 from kernels_ext_npu.binding.forward_binding import bound_kernel
 from kernels_ext_npu.binding.loaded_kernels import OWNER, set_forward
 from kernels_ext_npu.binding.registration import Registration
+from kernels_ext_npu.matching.by_running import Recognised, recognise
 from kernels_ext_npu.matching.class_facts import class_facts
 from kernels_ext_npu.swaps import refusals
 
@@ -77,6 +78,13 @@ class View:
         """Return the modules whose forward is that of a layer or a mechanism of ours, as it is now."""
         forwards = [(module, getattr(vars(module).get("forward"), "__func__", None)) for _, module in self.named]
         return [module for module, forward in forwards if getattr(forward, OWNER, None) == owner]
+
+    @functools.cached_property
+    def recognised(self) -> dict[nn.Module, Recognised]:
+        """The modules of classes that no pattern knows, and what they were found to compute by running them."""
+        classes = [cls for cls, facts in self.facts.items() if facts.is_of_others]
+        found = {module: recognise(module) for _, module in self.instances(classes)}
+        return {module: what for module, what in found.items() if what is not None}
 
     @functools.cached_property
     def placed(self) -> list[tuple[nn.Module, str, Any]]:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from kernels_ext_npu.swaps import add_norm_fusion, attention, experts, functions, gate_up_layout, layers, shared_heads
+from kernels_ext_npu.swaps import (
+    add_norm_fusion,
+    attention,
+    experts,
+    functions,
+    gate_up_layout,
+    layers,
+    recognised,
+    shared_heads,
+)
 from kernels_ext_npu.swaps.decision import Finder
 from kernels_ext_npu.swaps.linear import lora
 from kernels_ext_npu.swaps.loss import lm_head_loss
 
 FINDERS: tuple[Finder, ...] = (
     layers.FINDER,
+    recognised.FINDER,
     functions.FINDER,
     shared_heads.FINDER,
     attention.FINDER,

@@ -38,7 +38,8 @@ def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
 
 
 def _remark(module: nn.Module, layer: str) -> str | None:
-    package = bound_package(module)
+    if (package := bound_package(module)) is None:  # it multiplies by modules of other names
+        return None
     if layer in WITH_GATE_AND_UP and (apart := _why_apart(_multiplied(module, layer, package), package.packing)):
         return f"two products, since {apart}"
     return package.alignment.unaligned(module) if module.training else None

@@ -61,6 +61,8 @@ def find(view: View) -> list[Decision]:
     called_by_name = experts.called_by_name(view)
     found = []
     for path, module in view.named:
+        if module in view.recognised:
+            continue
         facts = view.facts[type(module)]
         kernel = bound_kernel(module) if "forward" in vars(module) else None
         present = kernel[0] if kernel else experts.LAYER if module in called_by_name else None

@@ -88,24 +88,21 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
 
 def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
     """Say what is computed together with adapted layers, and why MLPs with two such layers multiply twice."""
-    found: dict[Decision, str | None] = {}
-    by_module = {decision.module: decision for decision in served if decision.present == NAME}
-    if not by_module:
-        return {}
-    for _, parent in view.named:
+    adapted = {decision.module: decision for decision in served if decision.present == NAME}
+    found: dict[Decision, str] = {
+        d: PAUSED for d in adapted.values() if _current_layer(d.module, is_sharded=True) is PAUSED
+    }
+    for _, parent in view.named if adapted else ():
         pair = gate_up_layout.called(parent)
         for group in linear_groups.shared_input_groups(parent) if pair is None else [pair]:
             if _current_layers(group, is_sharded=True) is not None:  # in a call FSDP2 has gathered them
-                names = [name for name, child in parent.named_children() if child in group]
-                found |= {
-                    by_module[layer]: f"one node with {', '.join(names)}" for layer in group if layer in by_module
-                }
-    found |= {d: PAUSED for module, d in by_module.items() if _current_layer(module, is_sharded=True) is PAUSED}
-    for decision in served:
+                names = ", ".join(name for name, child in parent.named_children() if child in group)
+                found |= {adapted[layer]: f"one node with {names}" for layer in group if layer in adapted}
+    for decision in served if adapted else ():
         pair = gate_up_layout.called(decision.module) if decision.kind == MLPS.in_models else None
-        apart = None if pair is None else why_apart(*pair)
-        found[decision] = f"two products, since {apart}" if apart else found.get(decision)
-    return {decision: remark for decision, remark in found.items() if remark}
+        if pair is not None and (apart := why_apart(*pair)) is not None:
+            found[decision] = f"two products, since {apart}"
+    return found
 
 
 def why_apart(*pair: nn.Module) -> str | None:

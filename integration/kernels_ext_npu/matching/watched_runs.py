@@ -1,0 +1,118 @@
+"""Run the forward of a module's class on a stand-in, and see that it does nothing but arithmetic."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+_ARITHMETIC = {"add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "reciprocal", "square", "addcmul"}
+_SUMS = {"mean", "sum", "linalg_vector_norm", "_fused_rms_norm"}
+_ACTIVATIONS = {"silu", "sigmoid", "gelu", "tanh", "erf", "exp"}
+_VIEWS = {"view", "reshape", "_unsafe_view", "alias", "detach", "unsqueeze", "squeeze", "expand", "split", "chunk"}
+_PARTS = {"slice", "select", "unbind", "transpose", "t", "permute"}
+_MADE = {"_to_copy", "to", "clone", "ones", "ones_like", "scalar_tensor", "lift_fresh"}
+_KNOWN = {
+    *_ARITHMETIC,
+    *_SUMS,
+    *_ACTIVATIONS,
+    *_VIEWS,
+    *_PARTS,
+    *_MADE,
+    "randn",
+}  # the last is what stands for a product
+IN_FLOAT32 = 1e-5  # a sum of some hundred products, rounded to float32 inside
+
+
+class NotRecognisedError(Exception):
+    """A forward does something that no formula has."""
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Let nothing of what surrounds a run change it, such as a mode or a device, nor a run what surrounds it."""
+    with (
+        _disable_current_modes(),
+        torch.device("cpu"),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        torch.default_generator.manual_seed(0)
+        yield
+
+
+def stand_in(module: nn.Module, members: dict[str, Any]) -> nn.Module:
+    """Return an instance of a module's class with other members."""
+    made: Any = object.__new__(type(module))
+    made.__dict__.update({name: value for name, value in vars(module).items() if name != "forward"} | members)
+    return made
+
+
+def run(module: nn.Module, members: dict[str, Any], x: Tensor, called: set[str] | None = None) -> Tensor:
+    """Run the forward of a class with other members, and see that it does nothing but arithmetic.
+
+    Args:
+        module: whose class it is, with its settings.
+        members: in place of its own.
+        x: its argument.
+        called: gets the names of the operators that it calls.
+
+    Raises:
+        NotRecognisedError: it calls another operator, or writes to its argument or its members.
+    """
+    made = stand_in(module, members)
+    before, tensors = dict(vars(made)), [x, *(p for p in made._parameters.values() if p is not None)]
+    versions = [tensor._version for tensor in tensors]
+    with _Watched(called):
+        result = type(module).forward(made, x)
+    is_written = vars(made) != before or [tensor._version for tensor in tensors] != versions
+    if is_written or not isinstance(result, Tensor):
+        raise NotRecognisedError("it writes")
+    return result
+
+
+class _Watched(TorchDispatchMode):
+    """Refuses operators that no formula has: those that read numbers on the host, draw them, or write in place."""
+
+    def __init__(self, called: set[str] | None) -> None:
+        super().__init__()
+        self.called = set() if called is None else called
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind, _, name = function._schema.name.partition("::")
+        if (
+            kind == "aten" and name.removesuffix("_") not in _KNOWN and name != "randn"
+        ):  # which stands for a linear layer
+            raise NotRecognisedError(name)
+        self.called.add(name)
+        return function(*args, **(kwargs or {}))
+
+
+def check_sizes(call: Callable[[Tensor], Tensor], width: int) -> None:
+    """Raise if a forward asks how many tokens there are: another number may be computed in another way."""
+    shapes, given = ShapeEnv(), torch.zeros(5, 7, width)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+    x = mode.from_tensor(given, symbolic_context=context)
+    with mode:
+        call(x)
+    if shapes.guards:
+        raise NotRecognisedError("it asks for sizes")
+
+
+def is_close(found: Tensor, expected: Tensor, limit: float = IN_FLOAT32) -> bool:
+    """Tell whether two tensors are as near as float32 inside lets them be."""
+    if found.shape != expected.shape:
+        return False
+    found, expected = found.double(), expected.double()
+    return bool((found - expected).abs().max() <= limit * (expected.abs().max() + torch.finfo(torch.float32).tiny))

@@ -1,0 +1,127 @@
+"""Norms and gated MLPs of other people's code, which are found by running them (matching/by_running.py).
+
+Such a module gets a forward that hands the layer what plays its roles, whatever the names. Where a setting has changed
+since, the forward of its class computes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels_ext_npu.binding import registration
+from kernels_ext_npu.binding.loaded_kernels import forward_owner, set_forward
+from kernels_ext_npu.binding.step_aside import guarded_forward
+from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, MLPS
+from kernels_ext_npu.matching.by_running import Recognised
+from kernels_ext_npu.module_state import has_hooks
+from kernels_ext_npu.swaps import refusals
+from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
+
+_OWNER = "recognised"
+_UNITS: dict[str, Callable[[ModuleType], Callable]] = {
+    "SwiGLUMLP": lambda swiglu: swiglu.swiglu,
+    "GeGLUMLP": lambda swiglu: swiglu.geglu,
+    "ExactGeGLUMLP": lambda swiglu: functools.partial(swiglu.geglu, approximate="none"),
+}
+
+
+def find(view: View) -> Iterator[Decision]:
+    """Decide of every module that is a norm or a gated MLP by what it computes."""
+    for path, module in view.named:
+        if (what := view.recognised.get(module)) is not None:
+            present = what.layer if forward_owner(module) == _OWNER else None
+            kind = KIND_OF_LAYER[what.layer].in_models
+            make = functools.partial(_make_forward, what, type(module).forward)
+            yield Decision(path, module, what.layer, _refusal(module, what), present, kind=kind, make=make)
+
+
+def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
+    """Bind the forwards, and take those out of modules that compute something else by now."""
+    fitting = {decision.module: decision.make for decision in decisions if decision.reason is None}
+    forwards = {module: make() for module, make in fitting.items() if make is not None}
+    for module in view.owned(_OWNER):
+        if vars(module)["forward"].__func__ is not forwards.get(module):
+            set_forward(module, None, _OWNER)
+    for module, forward in forwards.items():
+        set_forward(module, forward, _OWNER)
+
+
+def _refusal(module: nn.Module, what: Recognised) -> str | None:
+    """Return why the layer does not take the place of a module's forward; None if it may."""
+    reason = refusals.elsewhere(module) or refusals.unwanted(module, LAYERS[what.layer])
+    if reason is not None:
+        return reason
+    if "forward" in vars(module) and forward_owner(module) is None:
+        return "another library has wrapped its forward"
+    return None if _are_unwatched(module, what) else "hooks watch its activation, which the kernel does not call"
+
+
+def _are_unwatched(module: nn.Module, what: Recognised) -> bool:
+    """Tell whether nobody sees the calls of children that the layer does not call, or has replaced them."""
+    for name, value in what.settings:
+        child: Any = module._modules.get(name) if isinstance(value, tuple) else None
+        if child is not None and (has_hooks(child) or ("forward" in vars(child) and forward_owner(child) is None)):
+            return False
+    return True
+
+
+def _make_forward(what: Recognised, matched: FunctionType) -> FunctionType:
+    return _forward_with(registration.package(LAYERS[what.layer]), what, matched)
+
+
+@functools.cache
+def _forward_with(package: ModuleType, what: Recognised, matched: FunctionType) -> FunctionType:
+    """Return the forward that computes by a layer what a module was recognised as."""
+
+    def holds(module: nn.Module) -> bool:
+        members, children = vars(module), module._modules
+        for name, value in what.settings:
+            if isinstance(value, tuple):
+                child = children.get(name)
+                if (type(child), type(child).forward) != value:  # type: ignore[union-attr]
+                    return False
+            elif name not in members or members[name] != value:
+                return False
+        return not torch.compiler.is_compiling() and _are_unwatched(module, what)
+
+    compute = _mlp(package, what) if KIND_OF_LAYER[what.layer] is MLPS else _norm(package, what)
+    compute.__qualname__ = f"{_OWNER}.forward"
+    return guarded_forward(compute, matched, holds)
+
+
+def _mlp(package: ModuleType, what: Recognised) -> FunctionType:
+    roles, unit = dict(what.roles), _UNITS[what.layer](package)
+    gate, up, down = roles["gate"], roles["up"], roles["down"]
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        children: Any = self._modules
+        return children[down](unit(children[gate](x), children[up](x)))
+
+    return forward  # type: ignore[return-value]
+
+
+class _Roles:
+    """The members that a layer of norms reads."""
+
+    def __init__(self, weight: Tensor | None, eps: float, training: bool) -> None:
+        self.weight, self.variance_epsilon, self.training = weight, eps, training
+        self._parameters = {"weight": weight}
+
+
+def _norm(package: ModuleType, what: Recognised) -> FunctionType:
+    roles, layer = dict(what.roles), getattr(package.layers, what.layer).forward
+    weight, eps = roles["weight"], roles["eps"]
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return layer(_Roles(self._parameters[weight] if weight else None, eps, self.training), x)
+
+    return forward  # type: ignore[return-value]
+
+
+FINDER = Finder("recognised", find, put)

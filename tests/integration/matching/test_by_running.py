@@ -1,0 +1,146 @@
+"""Norms and gated MLPs of other people's code are served because of what they compute, in whatever words."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import kernels_ext_npu
+import softnpu
+from tests.integration.matching.other_peoples_code import (
+    INNER,
+    LIKE_MLPS,
+    LIKE_NORMS,
+    MLPS,
+    NORMS,
+    WIDTH,
+    ByModule,
+    MetaMLP,
+    MetaNorm,
+)
+from tests.support.served import rows
+
+SERVED = NORMS | MLPS
+OPERATORS = ("npu_rms_norm", "npu_gemma_rms_norm", "npu_swiglu", "npu_geglu")
+
+
+class Block(nn.Module):
+    """Holds a module somewhere in a model."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.register_buffer("place", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x)
+
+
+def launched(call) -> int:
+    softnpu.reset_counters()
+    call()
+    return sum(softnpu.counters().get(name, 0) for name in OPERATORS)
+
+
+def said(model: nn.Module) -> list[tuple[str | None, bool]]:
+    return [(row.kernel, row.swapped) for row in rows(model) if row.path == "part"]
+
+
+@pytest.fixture(params=SERVED, ids=lambda cls: cls.__name__)
+def served(request, registered) -> tuple[Block, Block]:
+    """A block with kernels on the NPU, and its plain twin on the CPU."""
+    torch.manual_seed(0)
+    plain = Block(request.param())
+    return kernels_ext_npu.kernelize(copy.deepcopy(plain).to("npu")), plain
+
+
+def test_it_is_served_by_the_layer_that_computes_the_same(served) -> None:
+    model, plain = served
+    x = torch.randn(2, 5, WIDTH)
+    assert said(model) == [(SERVED[type(plain.part)], True)]
+    assert launched(lambda: model(x.npu())) == 1
+    torch.testing.assert_close(model(x.npu()).cpu(), plain(x), rtol=1e-5, atol=1e-5)  # sums of float32 in another order
+
+
+def test_its_gradients_are_those_of_its_own_forward(served) -> None:
+    model, plain = served
+    x = torch.randn(2, 5, WIDTH)
+    ours, theirs = x.npu().requires_grad_(), x.clone().requires_grad_()
+    model(ours).square().sum().backward()
+    plain(theirs).square().sum().backward()
+    torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-4)  # of sums of a hundred squares
+    for mine, other in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(mine.grad.cpu(), other.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_it_is_as_near_to_float64_as_its_own_forward(served, dtype) -> None:
+    model, plain = served
+    x = torch.randn(2, 5, WIDTH).to(dtype)
+    model, rounded = model.to(dtype), copy.deepcopy(plain).to(dtype)
+    truth = copy.deepcopy(rounded).double()(x.double())
+    ours, theirs = (result.double() - truth for result in (model(x.npu()).cpu(), rounded(x)))
+    assert ours.norm() <= 1.1 * theirs.norm() + torch.finfo(dtype).eps * truth.norm()  # kernels round once, at the end
+
+
+@pytest.mark.parametrize("cls", [*LIKE_NORMS, *LIKE_MLPS], ids=lambda cls: cls.__name__)
+def test_what_only_looks_like_one_is_left_alone(registered, cls: type[nn.Module]) -> None:
+    model = kernels_ext_npu.kernelize(Block(cls()).to("npu"))
+    assert all(not swapped for _, swapped in said(model))
+    assert "forward" not in vars(model.part)
+
+
+def test_another_setting_is_looked_at_again(registered) -> None:
+    model = kernels_ext_npu.kernelize(Block(MetaNorm()).to("npu"))
+    x = 1e-3 * torch.randn(2, 5, WIDTH, device="npu")
+    model.part.epsilon = 0.5
+    assert launched(lambda: model(x)) == 0
+    expected = MetaNorm.forward(model.part, x)
+    torch.testing.assert_close(model(x), expected)
+    kernels_ext_npu.kernelize(model)
+    assert launched(lambda: model(x)) == 1
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_who_watches_the_activation_sees_it(registered) -> None:
+    model = kernels_ext_npu.kernelize(Block(ByModule()).to("npu"))
+    seen = []
+    model.part.activation.register_forward_hook(lambda *args: seen.append(args))
+    model(torch.randn(2, 5, WIDTH, device="npu"))
+    assert len(seen) == 1
+    (row,) = [row for row in rows(model) if row.path == "part"]
+    assert "hooks watch its activation" in row.reason
+
+
+def test_it_is_taken_out_and_a_copy_keeps_it(registered) -> None:
+    model = kernels_ext_npu.kernelize(Block(MetaMLP()).to("npu"))
+    twin = copy.deepcopy(model)
+    x = torch.randn(2, 5, WIDTH, device="npu")
+    kernels_ext_npu.restore(model)
+    assert launched(lambda: model(x)) == 0
+    assert launched(lambda: twin(x)) == 1
+    assert torch.equal(twin(x), kernels_ext_npu.kernelize(model)(x))
+
+
+def test_a_model_without_weights_is_served_too(registered) -> None:
+    with torch.device("meta"):
+        model = kernels_ext_npu.kernelize(Block(MetaMLP()))
+    assert said(model) == [("SwiGLUMLP", True)]
+    assert model.part.w1.weight.is_meta
+    assert model.part.w1.out_features == INNER
+
+
+def test_what_surrounds_a_model_is_neither_seen_nor_changed(registered) -> None:
+    class Norm(MetaNorm):
+        """A class that no other test has made known."""
+
+    class MLP(MetaMLP):
+        """The same."""
+
+    state, npu_state = torch.get_rng_state(), torch.npu.get_rng_state()
+    with torch.device("meta"), torch.inference_mode():
+        blocks = [kernels_ext_npu.kernelize(Block(part())) for part in (Norm, MLP)]
+    assert [said(block)[0][1] for block in blocks] == [True, True]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(torch.npu.get_rng_state(), npu_state)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from kernels_ext_npu.matching.decorated import original_function
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS
@@ -17,6 +16,7 @@ from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
 from kernels_ext_npu.selftest.comparing import InPlaceOfFloat32, doubled
 from kernels_ext_npu.selftest.layers.rotary_arguments import TABLES, arguments
+from kernels_ext_npu.transformers_internals import original_function
 from tests.support import npu_counts
 from tests.support.swapped import assert_no_further
 from tests.support.transformers_files import code, rotary_functions

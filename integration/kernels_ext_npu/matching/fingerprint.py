@@ -21,9 +21,15 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from kernels_ext_npu.matching.decorated import allowed_decorators, original_function
 from kernels_ext_npu.matching.source_tree import function_tree
-from kernels_ext_npu.transformers_internals import NO_GRAD, RENAMES, cells, undecorated
+from kernels_ext_npu.transformers_internals import (
+    NO_GRAD,
+    RENAMES,
+    allowed_decorators,
+    cells,
+    original_function,
+    undecorated,
+)
 
 # methods that are not compared: instances are asked what they do, or are served where they do not call them
 _NOT_COMPARED = {"recomposition_frequencies", "_gaussian_topk", "apply_group_scoring"}
@@ -86,14 +92,19 @@ def bytecode_names(what: object) -> tuple[str, ...]:
     functions of its file, which do not count, are not among them.
     """
     if isinstance(what, type):
-        forward = getattr(what, "forward", None)
-        function = undecorated(forward)[0] if isinstance(forward, FunctionType) else None
+        function = getattr(what, "forward", None)
+        if hasattr(function, "__wrapped__") and isinstance(function, FunctionType):
+            function = undecorated(function)[0]
     else:
-        function = original_function(what)
-    if function is None:
+        function = what if isinstance(what, FunctionType) else original_function(what)
+    if not isinstance(function, FunctionType):
         return ()
-    known = [(name, function.__globals__.get(name)) for name in function.__code__.co_names]
-    return tuple([n for n, v in known if not isinstance(v, FunctionType) or v.__module__ != function.__module__])
+    names = list(function.__code__.co_names)
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, FunctionType) and value.__module__ == function.__module__:
+            names.remove(name)
+    return tuple(names)
 
 
 @cache

@@ -12,7 +12,6 @@ for one under ``if given is not None``, where ``given`` is an argument of the fo
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
@@ -43,13 +42,14 @@ def layer_loop(forward: object) -> LayerLoop | None:
     tree = None if written is None else function_tree(written)
     if tree is None or not tree.args.args:
         return None
-    module, *parameters = (argument.arg for argument in tree.args.args)
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
-    for loop in loops:
+    module, *parameters = [argument.arg for argument in tree.args.args]
+    nodes = list(ast.walk(tree))
+    optional = {*parameters} - {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    held = [n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    read = [n.attr for n in held if n.value.id == module]  # type: ignore[attr-defined]
+    for loop in [node for node in nodes if isinstance(node, ast.For)]:
         name = _iterated_list(loop.iter, module)
-        uses = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n) == f"{module}.{name}"]
-        optional = {p for p in parameters if not _is_assigned(tree, p)}
-        if name is not None and len(uses) == 1 and (absent := _absent(loop, optional)) is not None:
+        if name is not None and read.count(name) == 1 and (absent := _absent(loop, optional)) is not None:
             return LayerLoop(name, tuple(parameters), frozenset(absent))
     return None
 
@@ -91,12 +91,12 @@ def _absent(loop: ast.For, optional: set[str]) -> set[str] | None:
         return None
     hidden = {given[0].id, result.id}
     others = [*call.args[1:], *(keyword.value for keyword in call.keywords)]  # type: ignore[attr-defined]
-    if any(hidden & set(_names(other)) for other in others):
+    if not hidden.isdisjoint(_names(*others)):
         return None
     takings = {f"{given[0].id} = {result.id}", f"{given[0].id} = {result.id}[0]"}
     absent = set()
     for statement in loop.body:
-        if statement is calls[0] or ast.unparse(statement) in takings or not {*hidden, layer} & set(_names(statement)):
+        if statement is calls[0] or ast.unparse(statement) in takings or not {*hidden, layer} & _names(statement):
             continue
         parameter = _needed(statement)
         if parameter not in optional:
@@ -120,9 +120,5 @@ def _needed(statement: ast.stmt) -> str | None:
     return name if rest == "is not None" else None
 
 
-def _is_assigned(tree: ast.AST, name: str) -> bool:
-    return any(isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store) for n in ast.walk(tree))
-
-
-def _names(tree: ast.AST) -> Iterator[str]:
-    return (node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+def _names(*trees: ast.AST) -> set[str]:
+    return {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}

@@ -53,7 +53,7 @@ def find_sums(forward: object) -> Sums | None:
         return None
     if not are_seen_through(tree.decorator_list, written.__globals__):
         return None
-    tree.body, first, norms = _rewritten(tree.body, *(argument.arg for argument in tree.args.args[:2]))
+    tree.body, first, norms = _rewritten(tree.body, tree.args.args[0].arg, tree.args.args[1].arg)
     return Sums(compile_forward(tree, written, (_NORMED, _ADD_NORM, _ADDED)), first, tuple(norms)) if norms else None
 
 

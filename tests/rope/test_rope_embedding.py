@@ -16,7 +16,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryE
 import kernels_ext_npu
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.measuring.costs import Cost
-from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
+from kernels_ext_npu.patterns import rope_tables
 from kernels_ext_npu.selftest.layers.rotary_arguments import LAYER_TYPES, embedding
 from tests.support import npu_counts
 
@@ -25,7 +25,7 @@ BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 # a row each of its own, with a hole; far positions, where float32 angles are coarse
 POSITIONS = torch.stack((torch.arange(7), torch.tensor([0, 0, 0, 5, 6, 4095, 131071])))
 PATCHES = torch.stack((torch.arange(35) // 7, torch.arange(35) % 7), -1)
-TABLES = (*rope_tables.PATTERNS, *mrope_tables.PATTERNS)
+TABLES = rope_tables.PATTERNS
 # of transformers, one for each way to choose what belongs to a frequency
 COMPOSED = """
     cohere_compass.CohereCompassRotaryEmbedding ernie4_5_vl_moe.Ernie4_5_VLMoeTextRotaryEmbedding
@@ -42,7 +42,7 @@ def make_positions(cls: type[nn.Module], positions: Tensor) -> Tensor:
     reference = find_pattern(cls)
     if "OfPatches" in reference.layers[0]:
         return PATCHES.expand(2, -1, -1) if cls.__name__ == "Gemma4VisionRotaryEmbedding" else PATCHES
-    if reference not in mrope_tables.PATTERNS:
+    if not hasattr(reference.original, "recomposition_frequencies"):
         return positions
     dimensions = {"RotaryEmbeddingComposedBySections": 4, "RotaryEmbeddingOfRowsByType": 2}
     return torch.stack([positions // (1 + i) for i in range(dimensions.get(reference.layers[0], 3))])

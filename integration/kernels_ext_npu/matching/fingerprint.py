@@ -70,7 +70,7 @@ def is_experts_class(cls: type) -> bool:
 
     It has to take it out of transformers' own table of them.
     """
-    from kernels_ext_npu.patterns.moe.experts import Experts  # register() need not wait for patterns
+    from kernels_ext_npu.patterns.experts import Experts  # register() need not wait for patterns
 
     forward = getattr(cls, "forward", None)
     if not isinstance(forward, FunctionType) or forward.__code__ is not Experts.forward.__code__:

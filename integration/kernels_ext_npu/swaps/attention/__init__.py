@@ -25,7 +25,6 @@ from kernels_ext_npu.binding.devices import compute_device, is_elsewhere
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import ATTENTION, INDEXERS
 from kernels_ext_npu.matching.classification import BIASED, UNNAMED, attends, without_code
-from kernels_ext_npu.matching.learned_mask_scan import has_learned_mask
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.attention import (
     attn_implementation,
@@ -162,6 +161,8 @@ def _remark(module: nn.Module) -> str | None:
 
 def _learned_bias(model: nn.Module, path: str, module: nn.Module) -> str | None:
     """Say that the kernel adds a bias that transformers' ``sdpa`` drops, where it does."""
+    from kernels_ext_npu.matching.learned_mask_scan import has_learned_mask  # for reports alone
+
     is_added = not eligibility.is_eager_by_default(type(module.config)) and has_learned_mask(model, path)
     return LEARNED_BIAS if is_added and sdpa_drops_biases() else None
 

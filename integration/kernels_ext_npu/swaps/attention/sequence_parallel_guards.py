@@ -24,7 +24,6 @@ from kernels_ext_npu.binding import lazy_swap, registration
 from kernels_ext_npu.catalogue import LINEAR_ATTENTION, RECURRENCES
 from kernels_ext_npu.matching.function_scan import called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.swaps.attention import cp_recurrences
 from kernels_ext_npu.swaps.forward_with_labels import forward_with_labels
 
 _TORCH = "torch's context_parallel"
@@ -120,6 +119,8 @@ def share_recurrences(model: nn.Module) -> None:
     """Let a model's convolutions and recurrences see whole sequences where torch splits them, or raise."""
     if not are_split():
         return
+    from kernels_ext_npu.swaps.attention import cp_recurrences  # most models see whole sequences
+
     if lazy_swap.waits(model):
         lazy_swap.swap(model, ())
     active = registration.current

@@ -5,8 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
-from kernels_ext_npu.patterns.pattern import Part, Pattern, ignores, require
-from kernels_ext_npu.patterns.reworded import reworded
+from kernels_ext_npu.patterns.pattern import Part, Pattern, ignores, require, reworded
 
 
 class Router(nn.Module):

@@ -4,9 +4,8 @@ import torch
 from torch.nn import functional as F
 
 from kernels_ext_npu.module_state import COMPUTED, static_getattr
-from kernels_ext_npu.patterns.moe.softmax_routers import Router
-from kernels_ext_npu.patterns.pattern import Pattern, ignores, require
-from kernels_ext_npu.patterns.reworded import reworded
+from kernels_ext_npu.patterns.pattern import Pattern, ignores, require, reworded
+from kernels_ext_npu.patterns.softmax_routers import Router
 
 
 class DeepseekV3TopkRouter(Router):

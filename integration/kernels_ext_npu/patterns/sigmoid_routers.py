@@ -9,9 +9,8 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.utils.generic import maybe_autocast
 
-from kernels_ext_npu.patterns.moe.softmax_routers import Router
-from kernels_ext_npu.patterns.pattern import Part, Pattern, require
-from kernels_ext_npu.patterns.reworded import reworded
+from kernels_ext_npu.patterns.pattern import Part, Pattern, require, reworded
+from kernels_ext_npu.patterns.softmax_routers import Router
 
 
 class AXK2TopkRouter(Router):

@@ -122,7 +122,7 @@ def _fingerprint(
         found = tuple([ast.unparse(decorator).partition("(")[0] for decorator in tree.decorator_list])
         if not (set(found) <= set(under) or (each is function and found == decorators)):
             return None
-        counted = sorted(name for name in under if name not in uncounted)
+        counted = sorted([name for name in under if name not in uncounted])
         texts.append(f"{counted} {_normalised(tree, inner, cls, functions, by_name)}")
     texts += [str(list(inspect.signature(each).parameters)) if each in by_name else "" for each in functions]
     return "\n".join(texts)
@@ -133,30 +133,34 @@ def _normalised(tree: ast.FunctionDef, function: FunctionType, cls: type | None,
     _Simplified().visit(tree)
     tree.name, tree.decorator_list = "_", []
     receiver = tree.args.args[0].arg if cls is not None and tree.args.args else None
-    local = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    local |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-
-    def callee(node: ast.AST) -> object:
-        """Return the function of the file, or the method of the class, that an expression names."""
-        value = None
-        if isinstance(node, ast.Name) and node.id not in local:
-            value = function.__globals__.get(node.id)
-            value = value if getattr(value, "__module__", None) == function.__module__ else None
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == receiver:
-            is_compared = node.attr not in _NOT_COMPARED and node.attr not in vars(nn.Module)
-            value = inspect.getattr_static(cls, node.attr, None) if is_compared else None
-        return value if isinstance(value, FunctionType) else None
-
+    nodes = list(ast.walk(tree))  # a parent before its children
+    local = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    local |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    # what an expression names: a function of the file, or a method of the class
+    callees: dict[ast.AST, object] = {
+        node: value
+        for node in nodes
+        if isinstance(node, ast.Name) and node.id not in local
+        if isinstance(value := function.__globals__.get(node.id), FunctionType)
+        if value.__module__ == function.__module__
+    }
+    callees |= {
+        node: value
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == receiver
+        if node.attr not in _NOT_COMPARED and node.attr not in vars(nn.Module)
+        if isinstance(value := inspect.getattr_static(cls, node.attr, None), FunctionType)
+    }
     numbers: dict[str, str] = {}
     objects = set()
-    for node in ast.walk(tree):  # a parent before its children
+    for node in nodes:
         if isinstance(node, ast.Call) and node.keywords:
-            by_name.add(callee(node.func))
+            by_name.add(callees.get(node.func))
         elif isinstance(node, ast.arg):
             node.arg = numbers.setdefault(node.arg, str(len(numbers)))
         elif isinstance(node, ast.Name) and node.id in local:
             node.id = numbers.setdefault(node.id, str(len(numbers)))
-        elif isinstance(node, (ast.Name, ast.Attribute)) and (called := callee(node)) is not None:
+        elif (called := callees.get(node)) is not None:
             if called not in functions:
                 functions.append(called)
             if isinstance(node, ast.Name):
@@ -186,14 +190,13 @@ class _Simplified(ast.NodeTransformer):
         node.returns = None
         if ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:]
+        for each in ast.walk(node.args):
+            if isinstance(each, ast.arg):
+                each.annotation = None
         self.generic_visit(node)
         match node.body[-2:]:
             case [ast.Assign([ast.Name(name)], value), ast.Return(ast.Name(returned))] if name == returned:
                 node.body[-2:] = [ast.Return(value)]
-        return node
-
-    def visit_arg(self, node: ast.arg) -> ast.arg:
-        node.annotation = None
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:

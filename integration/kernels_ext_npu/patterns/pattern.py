@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -100,7 +101,7 @@ class Pattern:
 
 def patterns_for(layers: tuple[str, ...], *originals: Any, **terms: Any) -> tuple[Pattern, ...]:
     """Return a pattern for each original, with the same layers and the same further fields of `Pattern`."""
-    return tuple([Pattern(original, layers, **terms) for original in originals])
+    return tuple(map(partial(Pattern, layers=layers, **terms), originals))
 
 
 def reworded(name: str, base: Any, changes: dict[str, str], method: str = "forward") -> Any:

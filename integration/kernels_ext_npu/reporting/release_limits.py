@@ -25,7 +25,7 @@ def reason(row: Row, model: nn.Module, release: Release | None = None) -> Reason
     """Say what a release, by default of this machine, serves less of a row of a model than a later one; or None."""
     if release is None:  # as kernels read it when they are loaded
         release = cann_releases.parse_release(getattr(torch.version, "cann", None))
-    if not row.swapped or not any(limit.holds(release) for limit in cann_releases.LIMITS):
+    if not row.swapped or not cann_releases.limits(release):
         return None
     limit = _limit(row, model.get_submodule(row.module), model, release)
     if limit is None or not limit.holds(release):

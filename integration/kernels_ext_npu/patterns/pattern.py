@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from torch import nn
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, Kind
 from kernels_ext_npu.module_state import static_getattr
 
+_source = cache(inspect.getsource)  # many are changes of the same few
 Limits = Callable[[Any], "str | None"]  # says why no layer serves an instance; None if one does
 
 
@@ -122,7 +123,7 @@ def reworded(name: str, base: Any, changes: dict[str, str], method: str = "forwa
         ValueError: the words are not in the source, or the name is taken.
     """
     original = getattr(base, method) if isinstance(base, type) else base
-    source = textwrap.dedent(inspect.getsource(original))
+    source = textwrap.dedent(_source(original))
     for old, new in changes.items():
         if old not in source:
             raise ValueError(f"{original.__qualname__} has no {old!r}")

@@ -21,10 +21,10 @@ from transformers.generation.continuous_batching.cache_allocators import SLIDING
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from kernels_ext_npu.binding import registration
+from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.decoding import GRAPHS
 from kernels_ext_npu.swaps.attention.eligibility import serves_config
-from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.transformers_internals import cache_in
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)  # those that ask for a compiled forward

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cache
 
 Release = tuple[int, int]
 UNREADABLE: Release = (0, 0)  # for which the narrowest limits hold
@@ -60,15 +59,9 @@ def sentence(limit: Limit, release: Release) -> str:
     return f"{name} {limit.before}; since {_written(limit.since)} {limit.then}"
 
 
-@cache
-def limits(release: Release) -> tuple[Limit, ...]:
-    """Return the limits of a release: none of the newest."""
-    return tuple([limit for limit in LIMITS if limit.holds(release)])
-
-
 def sentences(release: Release) -> list[str]:
     """Say all that a release does less, and which one to go to for it; nothing of the newest."""
-    return [sentence(limit, release) for limit in limits(release)]
+    return [sentence(limit, release) for limit in LIMITS if limit.holds(release)]
 
 
 def _written(release: Release) -> str:

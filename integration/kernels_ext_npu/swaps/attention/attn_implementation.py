@@ -11,10 +11,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kernels_ext_npu.binding import registration
+from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.distribution import sources
 from kernels_ext_npu.swaps.attention import eligibility
-from kernels_ext_npu.swaps.attention.eligibility import calls_by_name, needs_mask_tensor
-from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
+from kernels_ext_npu.swaps.attention.eligibility import needs_mask_tensor
 
 NAME = NPU_FLASH_ATTENTION.name
 _ON_HUB = f"{sources.ORGANISATION}/{NPU_FLASH_ATTENTION.repository}"
@@ -41,14 +41,17 @@ def answer_import(original: Callable, implementation: str | None, *args: Any, **
     return None if implementation in NPU_FLASH_ATTENTION.names else original(implementation, *args, **kwargs)
 
 
-def take_out(model: nn.Module) -> None:
-    """Put back what the configs of a model named before ours, or else transformers' default."""
-    for inner in reversed([module for module in model.modules() if isinstance(module, PreTrainedModel)]):
-        NPU_FLASH_ATTENTION.take_out(inner.config, inner.get_correct_attn_implementation(None))
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) or calls_by_name(module):
-            for config in _tree(module.config):
-                NPU_FLASH_ATTENTION.take_out(config, "eager")  # which every part of a model has
+def take_out(models: list[PreTrainedModel], attending: list[nn.Module]) -> None:
+    """Put back what configs named before ours, or else transformers' default.
+
+    Args:
+        models: outer ones before the models in them.
+        attending: the modules in them that call attention by name.
+    """
+    for model in reversed(models):
+        NPU_FLASH_ATTENTION.take_out(model.config, model.get_correct_attn_implementation(None))
+    for config in {id(config): config for module in (*models, *attending) for config in _tree(module.config)}.values():
+        NPU_FLASH_ATTENTION.take_out(config, "eager")  # which every part of a model has
 
 
 def check_and_adjust(

@@ -26,15 +26,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.swaps.attention import (
-    context_parallel,
-    eligibility,
-    flash_attention_requested,
-    indexers,
-    mla_absorb,
-)
-from kernels_ext_npu.swaps.attention import sequence_parallel_guards as guards
-from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
+from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
+from kernels_ext_npu.context_parallel import attention as context_parallel
+from kernels_ext_npu.context_parallel import guards
+from kernels_ext_npu.swaps.attention import eligibility, flash_attention_requested, indexers, mla_absorb
 from kernels_ext_npu.transformers_internals import cache_parameter
 
 _makes_positions: ContextVar[bool] = ContextVar("_makes_positions", default=False)

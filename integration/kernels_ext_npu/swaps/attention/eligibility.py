@@ -14,10 +14,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
-from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 Answer = TypeVar("Answer")
 

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels_ext_npu.binding import lazy_swap, registration
+from kernels_ext_npu.binding.forward_with_labels import forward_with_labels
 from kernels_ext_npu.catalogue import LINEAR_ATTENTION, RECURRENCES
 from kernels_ext_npu.matching.function_scan import called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.swaps.forward_with_labels import forward_with_labels
 
 _TORCH = "torch's context_parallel"
 
@@ -119,7 +119,7 @@ def share_recurrences(model: nn.Module) -> None:
     """Let a model's convolutions and recurrences see whole sequences where torch splits them, or raise."""
     if not are_split():
         return
-    from kernels_ext_npu.swaps.attention import cp_recurrences  # most models see whole sequences
+    from kernels_ext_npu.context_parallel import recurrences  # most models see whole sequences
 
     if lazy_swap.waits(model):
         lazy_swap.swap(model, ())
@@ -128,7 +128,7 @@ def share_recurrences(model: nn.Module) -> None:
         if not _carries_state(type(module)):
             continue
         functions = [callee.function for callee in called_functions(type(module)) if callee.kind is LINEAR_ATTENTION]
-        if active is None or not (exchanges_keys() and functions and all(map(cp_recurrences.serves, functions))):
+        if active is None or not (exchanges_keys() and functions and all(map(recurrences.serves, functions))):
             who = framework.name if (framework := _framework()) else _TORCH
             raise ValueError(
                 f"{type(module).__name__}: {who} splits sequences between devices, and its convolution and "
@@ -137,7 +137,7 @@ def share_recurrences(model: nn.Module) -> None:
             )
         for cls in {type(function) for function in functions}:
             if not active.patches.knows(cls, "__call__"):
-                active.patches.method(cls, "__call__", cp_recurrences.compute, exchanges_keys)
+                active.patches.method(cls, "__call__", recurrences.compute, exchanges_keys)
 
 
 def refuse_unshifted(model: PreTrainedModel, given: dict[str, Any], caller: FrameType) -> None:

@@ -37,12 +37,17 @@ COMPOSED = """
 """
 
 
+def composes(cls: type[nn.Module]) -> bool:
+    """Whether a table has positions of several dimensions, of which it chooses one for each frequency."""
+    return hasattr(find_pattern(cls).original, "recomposition_frequencies")
+
+
 def make_positions(cls: type[nn.Module], positions: Tensor) -> Tensor:
     """Positions of the dimensions that a table has: a row of them for each, or two numbers for each patch."""
     reference = find_pattern(cls)
     if "OfPatches" in reference.layers[0]:
         return PATCHES.expand(2, -1, -1) if cls.__name__ == "Gemma4VisionRotaryEmbedding" else PATCHES
-    if not hasattr(reference.original, "recomposition_frequencies"):
+    if not composes(cls):
         return positions
     dimensions = {"RotaryEmbeddingComposedBySections": 4, "RotaryEmbeddingOfRowsByType": 2}
     return torch.stack([positions // (1 + i) for i in range(dimensions.get(reference.layers[0], 3))])
@@ -85,11 +90,11 @@ def test_values_are_those_of_its_own_forward_to_the_bit(subtests, positions: Ten
                 with Cost() as after:
                     found = swapped(x, positions, *arguments)
                 cast = any(table.dtype != FLOAT32 for table in expected)
-                if find_pattern(cls) in rope_tables.PATTERNS:
+                if not composes(cls):
                     learned = 2 * hasattr(original, "alpha")
                     assert after.launches.total() == 4 + cast + (scaling != 1) + learned
                 assert after.launches.total() < before.launches.total()
-                if find_pattern(cls) in rope_tables.PATTERNS and scaling == 1:  # a scale is for whole cos and sin
+                if not composes(cls) and scaling == 1:  # a scale is for whole cos and sin
                     assert after.bytes.total() < before.bytes.total()
                 assert "stream_syncs" not in after.launches
                 for a, b in zip(found, expected, strict=True):

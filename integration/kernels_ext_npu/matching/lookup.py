@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from kernels_ext_npu.matching.fingerprint import bytecode_names, compared_methods, computes_as
+from kernels_ext_npu.matching.fingerprint import bytecode_names, compared_methods, computes_as, fingerprint
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.transformers_internals import original_function, package_function
@@ -27,9 +27,8 @@ def find_pattern(what: object) -> Pattern | None:
     if key not in _found:
         _found[key] = None
         for pattern in _by_bytecode_names().get((isinstance(what, type), bytecode_names(what)), ()):
-            if _has_siblings(key, pattern) and computes_as(
-                what, pattern.original, with_gradients=pattern.has_gradients
-            ):
+            found = fingerprint(what, pattern.has_gradients) if _has_siblings(key, pattern) else None
+            if found is not None and found == fingerprint(pattern.original, pattern.has_gradients):
                 _found[key] = pattern
                 break
     return _found[key]

@@ -13,12 +13,15 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
+from operator import attrgetter
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.cache_utils import Cache
+from transformers.integrations import hub_kernels
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_rope_utils import dynamic_rope_update
 from transformers.utils.deprecation import deprecate_kwarg
@@ -26,6 +29,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 NO_GRAD = "torch.no_grad"
 RENAMES = "deprecate_kwarg"  # takes a parameter by its old name, too
 _LAYERS = "transformers.modeling_layers"
+_KERNEL, _FALLBACK = "use_kernel_forward_from_hub", "use_kernel_func_from_hub_with_fallback"
 
 
 def _nothing() -> None:
@@ -38,6 +42,9 @@ _WRAPPERS = {
     deprecate_kwarg("old", "0", new_name="new")(_nothing).__code__: (RENAMES, "func"),
     dynamic_rope_update(_nothing).__code__: ("dynamic_rope_update", "rope_forward"),
 }
+# the code of a wrapper that may call a package's function, inside its decorator's, which not every release has
+_DECORATING = getattr(hub_kernels, _FALLBACK, _nothing).__code__.co_consts
+_FALLBACKS = {wrapper for code in _DECORATING if isinstance(code, CodeType) for wrapper in code.co_consts}
 
 
 def cache_in(named: Mapping[str, Any]) -> tuple[str, Cache] | None:
@@ -66,8 +73,35 @@ def sdpa_drops_biases() -> bool:
     with _disable_current_modes(), torch.device("cpu"), torch.no_grad():  # fake tensors would have no values
         keys = torch.zeros(1, 1, 2, 1)
         bias, values = torch.tensor([[[[3.0, 0.0]]]]), torch.tensor([[[[0.0], [1.0]]]])
-        result, _ = sdpa_attention_forward(torch.nn.Module(), keys[:, :, :1], keys, values, bias)
+        result, _ = sdpa_attention_forward(nn.Module(), keys[:, :, :1], keys, values, bias)
         return result.item() > 0.5
+
+
+def is_kernel_function(function: object) -> bool:
+    """Tell whether an object is a module that `kernels` made of a function."""
+    return isinstance(function, nn.Module) and type(function).__qualname__ == "_create_func_module.<locals>.Func"
+
+
+def original_function(function: object) -> FunctionType | None:
+    """Return the function itself, also where `kernels` made a module of it; None for what is neither."""
+    if not isinstance(function, nn.Module):
+        return function if isinstance(function, FunctionType) else None
+    held = _held(function)
+    original = held.get("torch_function", held.get("func"))
+    return original if isinstance(original, FunctionType) else None
+
+
+def package_function(function: object) -> Any:
+    """Return what transformers calls of an installed package in place of a function; None where it calls its own."""
+    held = _held(function)
+    return held["implementation"] if held.get("is_new_implementation") else None
+
+
+def allowed_decorators(function: object) -> tuple[str, ...]:
+    """Return the decorators that may stand above a function in its source."""
+    if not is_kernel_function(function):
+        return ("staticmethod",)  # those of a torch.autograd.Function are
+    return (_FALLBACK,) if "torch_function" in _held(function) else (_KERNEL,)
 
 
 def undecorated(function: FunctionType) -> tuple[FunctionType, tuple[str, ...]]:
@@ -76,9 +110,15 @@ def undecorated(function: FunctionType) -> tuple[FunctionType, tuple[str, ...]]:
     Those of others, and what only looks like one of these, stay above it.
     """
     names: list[str] = []
-    while (found := _decorator(function)) is not None:
-        name, function = found
+    while function.__code__ in _WRAPPERS:
+        name, inside = _WRAPPERS[function.__code__]
+        held = cells(function)
+        if name == NO_GRAD and type(getattr(held["ctx_factory"], "__self__", None)) is not torch.no_grad:
+            break  # enable_grad's wrapper has the same code, and enters something else
+        if not isinstance(inner := held[inside], FunctionType):
+            break
         names.append(name)
+        function = inner
     return function, tuple(names)
 
 
@@ -111,14 +151,13 @@ def are_seen_through(decorators: Sequence[ast.expr], names: Mapping[str, Any]) -
 
 def cells(function: FunctionType) -> dict[str, object]:
     """Return what a function has in its closure, by name."""
-    return {n: cell.cell_contents for n, cell in zip(function.__code__.co_freevars, function.__closure__ or ())}
+    return dict(zip(function.__code__.co_freevars, map(attrgetter("cell_contents"), function.__closure__ or ())))
 
 
-def _decorator(function: FunctionType) -> tuple[str, FunctionType] | None:
-    """Return the name of the outermost decorator, which is told by its code, and what is below it."""
-    name, inside = _WRAPPERS.get(function.__code__, ("", ""))
-    held = cells(function)
-    if name == NO_GRAD and type(getattr(held.get("ctx_factory"), "__self__", None)) is not torch.no_grad:
-        return None  # enable_grad's wrapper has the same code, and enters something else
-    inner = held.get(inside)
-    return (name, inner) if isinstance(inner, FunctionType) else None
+def _held(function: object) -> dict[str, object]:
+    """Return what a module holds that `kernels` made of a function, and the wrapper that may call a package's."""
+    if not is_kernel_function(function):
+        return {}
+    held = cells(vars(type(function))["forward"])
+    wrapped = held.get("func")
+    return held | cells(wrapped) if getattr(wrapped, "__code__", None) in _FALLBACKS else held  # type: ignore[arg-type]

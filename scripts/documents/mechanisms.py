@@ -140,7 +140,7 @@ MECHANISMS = (
     ),
     Mechanism(
         "sums with the norm behind them",
-        ("swaps/add_norm_fusion.py", "matching/residual_norm_scan.py", "matching/layer_loop_scan.py"),
+        ("swaps/add_norm_fusion.py", "matching/residual_scan.py"),
         acts=(TOKEN,),
         off=((f"{_SWAPS}.finders:FINDERS", _all_but("sums and norms")),),
     ),
@@ -177,7 +177,7 @@ MECHANISMS = (
     ),
     Mechanism(
         "experts in a list",
-        ("patterns/moe/moe_blocks_v4.py",),
+        ("patterns/moe_blocks_v4.py",),
         acts=(FORWARD, STEP, TOKEN),
         without=("FusedMoE",),
         models=(LISTS,),

@@ -42,7 +42,7 @@ from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.inspection.counting.dispatch import Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.measuring.roofline import SOCS
-from kernels_ext_npu.patterns.moe.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
+from kernels_ext_npu.patterns.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
 
 RECORD = ROOT / "tests" / "data" / "rent.json"
 LAUNCH = 2.5e-6  # seconds that the host takes for one, at least

@@ -95,11 +95,7 @@ WAY = (
     Step(
         "sums and norms",
         "During decoding, the residual sums behind attention and MLP are fused with the norms that follow.",
-        (
-            "swaps.add_norm_fusion:put",
-            "matching.residual_norm_scan:find_sums",
-            "matching.layer_loop_scan:layer_loop",
-        ),
+        ("swaps.add_norm_fusion:put", "matching.residual_scan:find_sums", "matching.residual_scan:layer_loop"),
     ),
     Step(
         "call",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.patterns.moe.moe_blocks_v4 import DeepseekV3MoE
+from kernels_ext_npu.patterns.moe_blocks_v4 import DeepseekV3MoE
 from tests.fused_moe.expert_modules import BLOCKS
 from tests.support import swapped
 

@@ -13,7 +13,7 @@ from types import CodeType
 
 import pytest
 
-from kernels_ext_npu.matching.decorated import original_function
+from kernels_ext_npu.transformers_internals import original_function
 
 PACKAGE = Path(__file__).resolve().parents[2] / "integration" / "kernels_ext_npu"
 TABLE = Path(__file__).resolve().parents[1] / "data" / "names_of_others.txt"

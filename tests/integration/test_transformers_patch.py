@@ -32,7 +32,7 @@ import sys
 import softnpu, json
 sys.path.append(sys.argv[1])
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.matching.decorated import is_kernel_function
+from kernels_ext_npu.transformers_internals import is_kernel_function
 from tests.support.transformers_files import modeling_files, module_classes
 from transformers.integrations.hub_kernels import get_kernel_mapping_transformers
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels_ext_npu.patterns.linear_attention.gated_recurrence import RecurrentGemmaRglru
+from kernels_ext_npu.patterns.gated_recurrences import RecurrentGemmaRglru
 from tests.support import npu_counts
 from tests.support.nearness import TOLERANCE
 

@@ -11,7 +11,7 @@ from transformers.models.deberta.modeling_deberta import DebertaLayerNorm
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import LAYER_NORMS
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.patterns.norms import layer_norms
+from kernels_ext_npu.patterns import layer_norms
 from tests.support import npu_counts, zoo
 from tests.support.agreement import assert_agrees
 from tests.support.served import kernelized

@@ -16,7 +16,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryE
 import kernels_ext_npu
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.measuring.costs import Cost
-from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
+from kernels_ext_npu.patterns import rope_tables
 from kernels_ext_npu.selftest.layers.rotary_arguments import LAYER_TYPES, embedding
 from tests.support import npu_counts
 
@@ -25,7 +25,7 @@ BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 # a row each of its own, with a hole; far positions, where float32 angles are coarse
 POSITIONS = torch.stack((torch.arange(7), torch.tensor([0, 0, 0, 5, 6, 4095, 131071])))
 PATCHES = torch.stack((torch.arange(35) // 7, torch.arange(35) % 7), -1)
-TABLES = (*rope_tables.PATTERNS, *mrope_tables.PATTERNS)
+TABLES = rope_tables.PATTERNS
 # of transformers, one for each way to choose what belongs to a frequency
 COMPOSED = """
     cohere_compass.CohereCompassRotaryEmbedding ernie4_5_vl_moe.Ernie4_5_VLMoeTextRotaryEmbedding
@@ -37,12 +37,17 @@ COMPOSED = """
 """
 
 
+def composes(cls: type[nn.Module]) -> bool:
+    """Whether a table has positions of several dimensions, of which it chooses one for each frequency."""
+    return hasattr(find_pattern(cls).original, "recomposition_frequencies")
+
+
 def make_positions(cls: type[nn.Module], positions: Tensor) -> Tensor:
     """Positions of the dimensions that a table has: a row of them for each, or two numbers for each patch."""
     reference = find_pattern(cls)
     if "OfPatches" in reference.layers[0]:
         return PATCHES.expand(2, -1, -1) if cls.__name__ == "Gemma4VisionRotaryEmbedding" else PATCHES
-    if reference not in mrope_tables.PATTERNS:
+    if not composes(cls):
         return positions
     dimensions = {"RotaryEmbeddingComposedBySections": 4, "RotaryEmbeddingOfRowsByType": 2}
     return torch.stack([positions // (1 + i) for i in range(dimensions.get(reference.layers[0], 3))])
@@ -85,11 +90,11 @@ def test_values_are_those_of_its_own_forward_to_the_bit(subtests, positions: Ten
                 with Cost() as after:
                     found = swapped(x, positions, *arguments)
                 cast = any(table.dtype != FLOAT32 for table in expected)
-                if find_pattern(cls) in rope_tables.PATTERNS:
+                if not composes(cls):
                     learned = 2 * hasattr(original, "alpha")
                     assert after.launches.total() == 4 + cast + (scaling != 1) + learned
                 assert after.launches.total() < before.launches.total()
-                if find_pattern(cls) in rope_tables.PATTERNS and scaling == 1:  # a scale is for whole cos and sin
+                if not composes(cls) and scaling == 1:  # a scale is for whole cos and sin
                     assert after.bytes.total() < before.bytes.total()
                 assert "stream_syncs" not in after.launches
                 for a, b in zip(found, expected, strict=True):

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from kernels_ext_npu.matching.decorated import original_function
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.measuring.distance import tensors
+from kernels_ext_npu.patterns import rope_tables
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS
 from kernels_ext_npu.patterns.pattern import Pattern
-from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
 from kernels_ext_npu.selftest.comparing import InPlaceOfFloat32, doubled
 from kernels_ext_npu.selftest.layers.rotary_arguments import TABLES, arguments
+from kernels_ext_npu.transformers_internals import original_function
 from tests.support import npu_counts
 from tests.support.swapped import assert_no_further
 from tests.support.transformers_files import code, rotary_functions
@@ -53,10 +53,9 @@ def results(function: Callable, inputs: dict[str, Tensor]) -> list[Tensor]:
 def test_all_layers_of_the_repository_have_a_reference_and_its_parameters(kernel: ModuleType) -> None:
     import inspect
 
-    tables = (*rope_tables.PATTERNS, *mrope_tables.PATTERNS)
-    layers = {layer for table in tables for layer in table.layers}
+    layers = {layer for table in rope_tables.PATTERNS for layer in table.layers}
     assert {reference.layers[0] for reference in PATTERNS} | layers == set(kernel.layers.__all__)
-    for table in tables:
+    for table in rope_tables.PATTERNS:
         forwards = (table.original.forward, getattr(kernel.layers, table.layers[0]).forward)
         assert len({tuple(inspect.signature(forward).parameters) for forward in forwards}) == 1
     for reference in PATTERNS:

@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP
+from kernels_ext_npu.patterns.gated_mlps import LlamaMLP
 from tests.support import npu_counts
 from tests.support import swapped as swapping
 from tests.support.transformers_files import classes, differing

@@ -23,7 +23,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kernels_ext_npu.binding import lazy_swap, registration
 from kernels_ext_npu.binding.forward_with_labels import forward_with_labels
 from kernels_ext_npu.catalogue import LINEAR_ATTENTION, RECURRENCES
-from kernels_ext_npu.context_parallel import recurrences
 from kernels_ext_npu.matching.function_scan import called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
 
@@ -120,6 +119,8 @@ def share_recurrences(model: nn.Module) -> None:
     """Let a model's convolutions and recurrences see whole sequences where torch splits them, or raise."""
     if not are_split():
         return
+    from kernels_ext_npu.context_parallel import recurrences  # most models see whole sequences
+
     if lazy_swap.waits(model):
         lazy_swap.swap(model, ())
     active = registration.current

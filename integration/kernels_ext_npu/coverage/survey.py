@@ -28,9 +28,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 from kernels_ext_npu.catalogue import ATTENTION, IMPLEMENTATION, INDEXERS, ROTARY, Kind, Repository
 from kernels_ext_npu.environment import RefusedError
 from kernels_ext_npu.matching import classification
-from kernels_ext_npu.matching.decorated import original_function
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.reasons import Reason
+from kernels_ext_npu.transformers_internals import original_function
 
 UNNAMED = "what its config names"  # for parts that have no default
 

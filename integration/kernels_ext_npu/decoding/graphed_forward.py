@@ -14,7 +14,6 @@ from transformers.cache_utils import Cache
 from kernels_ext_npu.decoding import python_state
 from kernels_ext_npu.transformers_internals import cache_in
 
-GRAPHS = "NPUGraph"  # the class of graphs in torch.npu; as the backend of a CompileConfig it asks for them
 # Steps of a shape that run as they are, at most, until one changes nothing that Python keeps: the first may prepare
 # tables, packed weights and masks.
 WARMUPS = 3

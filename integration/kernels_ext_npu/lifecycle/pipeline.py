@@ -16,7 +16,6 @@ from transformers.integrations.hub_kernels import register_kernel_mapping_transf
 
 from kernels_ext_npu.binding import registration, use_kernels_flag
 from kernels_ext_npu.binding.devices import assume_npu_if_meta
-from kernels_ext_npu.reporting.report import report
 from kernels_ext_npu.swaps import finders
 from kernels_ext_npu.swaps.decision import Swapping, View
 
@@ -70,6 +69,8 @@ def swap_in_at_first_call(model: nn.Module) -> None:
     """Swap the registered kernels into a model that waited, and log the report, on one rank."""
     with assume_npu_if_meta(model):
         swap_in(model)
+    from kernels_ext_npu.reporting.report import report
+
     level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.DEBUG
     logger.log(level, "kernels-ext-npu: %s at its first forward:\n%s", type(model).__name__, report(model))
 
@@ -81,6 +82,8 @@ def bind_layers_on_npu(model: nn.Module, mode: kernels.Mode) -> None:
 
 
 def _check_strictly(model: nn.Module) -> None:
+    from kernels_ext_npu.reporting.report import report  # most models are loaded without one
+
     unswapped = [row for row in report(model) if not row.swapped and row.is_candidate]
     if unswapped:
         lines = "\n".join(f"  {row.path} ({row.class_name}): {row.reason}" for row in unswapped[:_AT_MOST])

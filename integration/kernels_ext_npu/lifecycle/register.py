@@ -64,7 +64,7 @@ def register(
     from transformers.distributed import utils
 
     from kernels_ext_npu.binding import lazy_swap, registration
-    from kernels_ext_npu.decoding import continuous_batching, generation, static_cache
+    from kernels_ext_npu.decoding import generation, static_cache
     from kernels_ext_npu.distribution import sources
     from kernels_ext_npu.lifecycle import use_kernels
     from kernels_ext_npu.swaps import finders
@@ -78,7 +78,7 @@ def register(
         for finder in finders.FINDERS:
             if finder.install is not None:
                 finder.install(active)
-        for part in (use_kernels, generation, continuous_batching, static_cache):
+        for part in (use_kernels, generation, static_cache):
             part.install(active.patches)
         if "npu" not in utils.DISTRIBUTED_BACKEND_MAP:
             active.patches.item(utils.DISTRIBUTED_BACKEND_MAP, "npu", BACKEND)

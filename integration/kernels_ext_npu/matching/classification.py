@@ -20,12 +20,12 @@ from torch import nn
 
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, Kind
-from kernels_ext_npu.matching.decorated import is_kernel_function, original_function
 from kernels_ext_npu.matching.fingerprint import computes_as
 from kernels_ext_npu.matching.indexer_scan import indexer_rewriter
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.matching.source_tree import function_tree
 from kernels_ext_npu.reasons import Reason
+from kernels_ext_npu.transformers_internals import is_kernel_function, original_function
 
 COUNTED = "5.24.0"  # the newest release of transformers that is supported, which unsupported.json is about
 # the codes of reasons why no kernel serves a class that looks like one of a kind
@@ -131,7 +131,8 @@ def has_gated_projections(module: nn.Module) -> bool:
 
 def calls_attention_by_name(cls: type[nn.Module]) -> bool:
     """Tell whether the forward of a class calls the attention that its config names."""
-    return referenced_names(inspect.unwrap(cls.forward)) >= _ATTENTION_BY_NAME
+    forward = inspect.unwrap(cls.forward)
+    return isinstance(forward, FunctionType) and _code_names(forward.__code__) >= _ATTENTION_BY_NAME
 
 
 def attends(cls: type[nn.Module]) -> bool:

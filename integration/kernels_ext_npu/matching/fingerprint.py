@@ -21,9 +21,15 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from kernels_ext_npu.matching.decorated import allowed_decorators, original_function
 from kernels_ext_npu.matching.source_tree import function_tree
-from kernels_ext_npu.transformers_internals import NO_GRAD, RENAMES, cells, undecorated
+from kernels_ext_npu.transformers_internals import (
+    NO_GRAD,
+    RENAMES,
+    allowed_decorators,
+    cells,
+    original_function,
+    undecorated,
+)
 
 # methods that are not compared: instances are asked what they do, or are served where they do not call them
 _NOT_COMPARED = {"recomposition_frequencies", "_gaussian_topk", "apply_group_scoring"}
@@ -64,7 +70,7 @@ def is_experts_class(cls: type) -> bool:
 
     It has to take it out of transformers' own table of them.
     """
-    from kernels_ext_npu.patterns.moe.experts import Experts  # register() need not wait for patterns
+    from kernels_ext_npu.patterns.experts import Experts  # register() need not wait for patterns
 
     forward = getattr(cls, "forward", None)
     if not isinstance(forward, FunctionType) or forward.__code__ is not Experts.forward.__code__:
@@ -86,14 +92,19 @@ def bytecode_names(what: object) -> tuple[str, ...]:
     functions of its file, which do not count, are not among them.
     """
     if isinstance(what, type):
-        forward = getattr(what, "forward", None)
-        function = undecorated(forward)[0] if isinstance(forward, FunctionType) else None
+        function = getattr(what, "forward", None)
+        if hasattr(function, "__wrapped__") and isinstance(function, FunctionType):
+            function = undecorated(function)[0]
     else:
-        function = original_function(what)
-    if function is None:
+        function = what if isinstance(what, FunctionType) else original_function(what)
+    if not isinstance(function, FunctionType):
         return ()
-    known = [(name, function.__globals__.get(name)) for name in function.__code__.co_names]
-    return tuple([n for n, v in known if not isinstance(v, FunctionType) or v.__module__ != function.__module__])
+    names = list(function.__code__.co_names)
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, FunctionType) and value.__module__ == function.__module__:
+            names.remove(name)
+    return tuple(names)
 
 
 @cache
@@ -111,7 +122,7 @@ def _fingerprint(
         found = tuple([ast.unparse(decorator).partition("(")[0] for decorator in tree.decorator_list])
         if not (set(found) <= set(under) or (each is function and found == decorators)):
             return None
-        counted = sorted(name for name in under if name not in uncounted)
+        counted = sorted([name for name in under if name not in uncounted])
         texts.append(f"{counted} {_normalised(tree, inner, cls, functions, by_name)}")
     texts += [str(list(inspect.signature(each).parameters)) if each in by_name else "" for each in functions]
     return "\n".join(texts)
@@ -122,30 +133,34 @@ def _normalised(tree: ast.FunctionDef, function: FunctionType, cls: type | None,
     _Simplified().visit(tree)
     tree.name, tree.decorator_list = "_", []
     receiver = tree.args.args[0].arg if cls is not None and tree.args.args else None
-    local = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    local |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-
-    def callee(node: ast.AST) -> object:
-        """Return the function of the file, or the method of the class, that an expression names."""
-        value = None
-        if isinstance(node, ast.Name) and node.id not in local:
-            value = function.__globals__.get(node.id)
-            value = value if getattr(value, "__module__", None) == function.__module__ else None
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == receiver:
-            is_compared = node.attr not in _NOT_COMPARED and node.attr not in vars(nn.Module)
-            value = inspect.getattr_static(cls, node.attr, None) if is_compared else None
-        return value if isinstance(value, FunctionType) else None
-
+    nodes = list(ast.walk(tree))  # a parent before its children
+    local = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    local |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    # what an expression names: a function of the file, or a method of the class
+    callees: dict[ast.AST, object] = {
+        node: value
+        for node in nodes
+        if isinstance(node, ast.Name) and node.id not in local
+        if isinstance(value := function.__globals__.get(node.id), FunctionType)
+        if value.__module__ == function.__module__
+    }
+    callees |= {
+        node: value
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == receiver
+        if node.attr not in _NOT_COMPARED and node.attr not in vars(nn.Module)
+        if isinstance(value := inspect.getattr_static(cls, node.attr, None), FunctionType)
+    }
     numbers: dict[str, str] = {}
     objects = set()
-    for node in ast.walk(tree):  # a parent before its children
+    for node in nodes:
         if isinstance(node, ast.Call) and node.keywords:
-            by_name.add(callee(node.func))
+            by_name.add(callees.get(node.func))
         elif isinstance(node, ast.arg):
             node.arg = numbers.setdefault(node.arg, str(len(numbers)))
         elif isinstance(node, ast.Name) and node.id in local:
             node.id = numbers.setdefault(node.id, str(len(numbers)))
-        elif isinstance(node, (ast.Name, ast.Attribute)) and (called := callee(node)) is not None:
+        elif (called := callees.get(node)) is not None:
             if called not in functions:
                 functions.append(called)
             if isinstance(node, ast.Name):
@@ -175,14 +190,13 @@ class _Simplified(ast.NodeTransformer):
         node.returns = None
         if ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:]
+        for each in ast.walk(node.args):
+            if isinstance(each, ast.arg):
+                each.annotation = None
         self.generic_visit(node)
         match node.body[-2:]:
             case [ast.Assign([ast.Name(name)], value), ast.Return(ast.Name(returned))] if name == returned:
                 node.body[-2:] = [ast.Return(value)]
-        return node
-
-    def visit_arg(self, node: ast.arg) -> ast.arg:
-        node.annotation = None
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:

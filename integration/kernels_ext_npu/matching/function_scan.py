@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
 from kernels_ext_npu.catalogue import Kind
 from kernels_ext_npu.matching.classification import classify_function, referenced_names
-from kernels_ext_npu.matching.decorated import original_function
-from kernels_ext_npu.transformers_internals import cells
+from kernels_ext_npu.transformers_internals import cells, original_function
 
 _NOT_MODELS = re.compile(r"(torch|torch_npu|kernels|transformers(?!\.models))(\.|$)")
 
@@ -34,8 +33,7 @@ class CalledFunction(NamedTuple):
 def _find_called_functions(cls: type) -> tuple[CalledFunction, ...]:
     """Return the functions that a class calls, itself or by functions of its file, and that may be served."""
     found: dict[CalledFunction, None] = {}
-    bases = [base for base in cls.__mro__ if not _NOT_MODELS.match(base.__module__)]
-    waiting = list(dict.fromkeys([function for base in bases for function in _functions(vars(base).values())]))
+    waiting = _functions(cls)
     for function in waiting:  # grows while it runs
         module = sys.modules.get(function.__module__)
         if _NOT_MODELS.match(function.__module__) or vars(module or object) is not function.__globals__:
@@ -55,16 +53,17 @@ def _find_called_functions(cls: type) -> tuple[CalledFunction, ...]:
 called_functions: Callable[[type], tuple[CalledFunction, ...]] = cache(_find_called_functions)
 
 
-def _functions(values: Any) -> Iterator[FunctionType]:
-    """Find the functions in the values of a class, also below decorators."""
-    for value in values:
+def _functions(cls: type) -> list[FunctionType]:
+    """Return the functions of a class and of its bases in files of models, also below decorators."""
+    found: dict[FunctionType, None] = {}
+    for value in [v for base in cls.__mro__ if not _NOT_MODELS.match(base.__module__) for v in vars(base).values()]:
         if isinstance(value, (staticmethod, classmethod)):
             value = value.__func__
         elif isinstance(value, property):
             value = value.fget
         while isinstance(value, FunctionType):
-            yield value
-            for inner in cells(value).values():
-                if isinstance(inner, FunctionType):
-                    yield inner
+            found[value] = None
+            if value.__closure__:
+                found.update({inner: None for inner in cells(value).values() if isinstance(inner, FunctionType)})
             value = getattr(value, "__wrapped__", None)
+    return list(found)

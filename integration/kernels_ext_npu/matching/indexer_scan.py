@@ -58,17 +58,17 @@ def indexer_rewriter(cls: type) -> Callable[[Callable], FunctionType] | None:
 
     It is None for a class that is no such indexer.
     """
-    return _indexer_rewriter(_written(cls))
+    return _indexer_rewriter(_written(cls, "update_indexer"))
 
 
 def hands_on_indices(cls: type) -> FunctionType | None:
     """Return the forward of a module that hands its mask to its indexer and indices to attention; None of others."""
-    return _handing_on(_written(cls))
+    return _handing_on(_written(cls, "indexer"))
 
 
 @cache
 def _indexer_rewriter(forward: FunctionType | None) -> Callable[[Callable], FunctionType] | None:
-    tree = _tree(forward, "update_indexer")
+    tree = _tree(forward)
     if forward is None or tree is None or forward.__globals__.get("F") is not torch.nn.functional:
         return None
     texts = [ast.unparse(statement) for statement in tree.body]
@@ -91,7 +91,7 @@ def _indexer_rewriter(forward: FunctionType | None) -> Callable[[Callable], Func
 
 @cache
 def _handing_on(forward: FunctionType | None) -> FunctionType | None:
-    tree = _tree(forward, "indexer")
+    tree = _tree(forward)
     if forward is None or tree is None:
         return None
     texts = [ast.unparse(statement) for statement in tree.body]
@@ -105,15 +105,15 @@ def _handing_on(forward: FunctionType | None) -> FunctionType | None:
     return compile_forward(tree, forward, [])() if whole.places == 1 else None
 
 
-def _written(cls: type) -> FunctionType | None:
-    """Return the forward of a class as it is in its file, below its decorators and what was put over it."""
+def _written(cls: type, attribute: str) -> FunctionType | None:
+    """Return the forward of a class as it is in its file, below what was put over it; None without the attribute."""
     forward = inspect.unwrap(inspect.getattr_static(cls, "forward", _tree))
-    return forward if isinstance(forward, FunctionType) else None
+    return forward if isinstance(forward, FunctionType) and attribute in forward.__code__.co_names else None
 
 
-def _tree(forward: FunctionType | None, attribute: str) -> ast.FunctionDef | None:
-    """Return the tree of a forward that reads an attribute, under what is seen through at most; None of others."""
-    if forward is None or attribute not in forward.__code__.co_names or forward.__code__.co_freevars:
+def _tree(forward: FunctionType | None) -> ast.FunctionDef | None:
+    """Return the tree of a forward under what is seen through at most; None of others."""
+    if forward is None or forward.__code__.co_freevars:
         return None
     tree = function_tree(forward) if forward.__globals__.get("torch") is torch else None
     return tree if tree is not None and are_seen_through(tree.decorator_list, forward.__globals__) else None

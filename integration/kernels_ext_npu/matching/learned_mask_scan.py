@@ -11,7 +11,9 @@ import inspect
 import re
 from collections.abc import Mapping
 from functools import cache
+from operator import attrgetter
 from types import FunctionType
+from typing import Any
 
 from torch import nn
 
@@ -22,6 +24,7 @@ _TORCH = re.compile(r"(torch|nn|F)\b")
 _HAVING_VALUES = re.compile("(add|sub|mul|where|masked_fill)_?")  # methods whose arguments' values are in the result
 _WITHOUT_VALUES = re.compile("new_.*|.*_like|finfo|size")
 _VIEWS = {"T", "mT", "data"}
+_ASSIGNMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign)
 _DEPTH = 3  # how deep called functions are followed
 
 Sources = frozenset[str]  # attributes of a module that a value is made of
@@ -49,39 +52,46 @@ def _is_learned(value: object) -> bool:
 def _sources_of_masks(cls: type[nn.Module]) -> tuple[Sources, Sources]:
     """Return the sources of the masks that a forward hands to modules, and of those for attention functions."""
     forward = inspect.unwrap(cls.forward)
-    flow = _Flow.through(cls, forward, {}) if isinstance(forward, FunctionType) else None
-    return (_NOTHING, _NOTHING) if flow is None else (flow.to_modules, flow.to_attention)
+    tree = function_tree(forward) if isinstance(forward, FunctionType) else None
+    if tree is None or not _makes_masks(tree):
+        return _NOTHING, _NOTHING
+    flow = _Flow(cls, tree, forward.__globals__, {})
+    return flow.to_modules, flow.to_attention
+
+
+def _makes_masks(tree: ast.FunctionDef) -> bool:
+    """Tell whether a forward may hand on other masks than it was given: most do not, and need not be followed."""
+    nodes = list(ast.walk(tree))
+    stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    masks = [keyword.value for call in calls for keyword in call.keywords if "mask" in str(keyword.arg)]
+    masks += [a for call in calls for a in call.args if "mask" in getattr(a, "id", "")]
+    masks += [a for call in calls for a in call.args[_MASK_OF_ATTENTION : _MASK_OF_ATTENTION + 1]]
+    as_given = [m for m in masks if isinstance(m, ast.Constant) or (isinstance(m, ast.Name) and m.id not in stored)]
+    return len(as_given) < len(masks)
 
 
 class _Flow:
     """Follows attributes of a module through a function, line by line; both ways of a branch count."""
 
-    def __init__(self, cls: type, function: FunctionType, given: Mapping[str, Sources], depth: int) -> None:
-        self._cls, self._globals, self._depth = cls, function.__globals__, depth
+    def __init__(
+        self, cls: type, tree: ast.FunctionDef, names: dict[str, Any], given: Mapping[str, Sources], depth: int = 0
+    ) -> None:
+        self._cls, self._globals, self._depth = cls, names, depth
         self._values = dict(given)
         self.to_modules = self.to_attention = self.returned = _NOTHING
-
-    @classmethod
-    def through(
-        cls, module: type, function: FunctionType, given: Mapping[str, Sources], depth: int = 0
-    ) -> _Flow | None:
-        tree = function_tree(function) if depth < _DEPTH else None
-        if tree is None:
-            return None
-        flow = cls(module, function, given, depth)
         for node in _in_order(tree):
-            flow._see(node)
-        return flow
+            self._see(node)
 
     def _see(self, node: ast.AST) -> None:
         if isinstance(node, ast.Call):
             self._note_masks(node)
         elif isinstance(node, ast.Return) and node.value is not None:
             self.returned |= self._sources(node.value)
-        elif isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and node.value is not None:
+        elif isinstance(node, _ASSIGNMENTS) and node.value is not None:
             found = self._sources(node.value)
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            for name in (n for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)):
+            for name in [n for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]:
                 if isinstance(name.ctx, ast.Store):
                     self._values[name.id] = self._values.get(name.id, _NOTHING) | found
 
@@ -131,13 +141,15 @@ class _Flow:
             return _NOTHING
         names = [name for name in inspect.signature(function).parameters if name != "self"]
         given = {name: self._sources(value) for name, value in (*zip(names, call.args), *_named(call))}
-        flow = _Flow.through(self._cls, function, given, self._depth + 1)
-        return _NOTHING if flow is None else flow.returned
+        tree = function_tree(function) if self._depth + 1 < _DEPTH else None
+        return _NOTHING if tree is None else _Flow(self._cls, tree, self._globals, given, self._depth + 1).returned
 
 
-def _in_order(node: ast.AST) -> list[ast.AST]:
-    """Return the parts of a function as they run: what is given to a call or a name before that."""
-    return [each for child in ast.iter_child_nodes(node) for each in (*_in_order(child), child)]
+def _in_order(tree: ast.FunctionDef) -> list[Any]:
+    """Return the calls and statements of a function that hand values on, as they run: the inner ones first."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.Call, ast.Return, *_ASSIGNMENTS))]
+    nodes.reverse()  # of two that end at one place the inner one is behind the outer one
+    return sorted(nodes, key=attrgetter("end_lineno", "end_col_offset"))
 
 
 def _is_own(node: ast.AST) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from kernels_ext_npu.matching.decorated import original_function, package_function
-from kernels_ext_npu.matching.fingerprint import bytecode_names, compared_methods, computes_as
+from kernels_ext_npu.matching.fingerprint import bytecode_names, compared_methods, computes_as, fingerprint
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.patterns.pattern import Pattern
+from kernels_ext_npu.transformers_internals import original_function, package_function
 
 _found: dict[object, Pattern | None] = {}  # by (class, its forward), since libraries replace forwards; or by function
 
@@ -25,11 +25,12 @@ def find_pattern(what: object) -> Pattern | None:
     if key is None:
         return None
     if key not in _found:
-        alike = _by_bytecode_names().get((isinstance(what, type), bytecode_names(what)), ())
-        found = (
-            p for p in alike if _has_siblings(key, p) and computes_as(what, p.original, with_gradients=p.has_gradients)
-        )
-        _found[key] = next(found, None)
+        _found[key] = None
+        for pattern in _by_bytecode_names().get((isinstance(what, type), bytecode_names(what)), ()):
+            found = fingerprint(what, pattern.has_gradients) if _has_siblings(key, pattern) else None
+            if found is not None and found == fingerprint(pattern.original, pattern.has_gradients):
+                _found[key] = pattern
+                break
     return _found[key]
 
 

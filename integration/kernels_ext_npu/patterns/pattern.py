@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import linecache
+import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
@@ -11,6 +16,7 @@ from torch import nn
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, Kind
 from kernels_ext_npu.module_state import static_getattr
 
+_source = cache(inspect.getsource)  # many are changes of the same few
 Limits = Callable[[Any], "str | None"]  # says why no layer serves an instance; None if one does
 
 
@@ -96,4 +102,39 @@ class Pattern:
 
 def patterns_for(layers: tuple[str, ...], *originals: Any, **terms: Any) -> tuple[Pattern, ...]:
     """Return a pattern for each original, with the same layers and the same further fields of `Pattern`."""
-    return tuple([Pattern(original, layers, **terms) for original in originals])
+    return tuple(map(partial(Pattern, layers=layers, **terms), originals))
+
+
+def reworded(name: str, base: Any, changes: dict[str, str], method: str = "forward") -> Any:
+    """Return a copy of a function, or a subclass with a copy of a method, whose source has some words replaced.
+
+    It belongs to the module of the original. inspect, tracebacks and torch.compile find its source.
+
+    Example:
+        >>> blt = reworded("blt", llama, {"rotate_half": "rotate_neighbours"})
+
+    Args:
+        name: the name of the result, which has to be new in the file.
+        base: the function or class that is copied.
+        changes: old words -> new words, replaced wherever they stand.
+        method: the method of a class that is copied.
+
+    Raises:
+        ValueError: the words are not in the source, or the name is taken.
+    """
+    original = getattr(base, method) if isinstance(base, type) else base
+    source = textwrap.dedent(_source(original))
+    for old, new in changes.items():
+        if old not in source:
+            raise ValueError(f"{original.__qualname__} has no {old!r}")
+        source = source.replace(old, new)
+    if original is base:
+        source = source.replace(f"def {base.__name__}(", f"def {name}(")
+    file = f"<{original.__module__}.{name}>"
+    if file in linecache.cache:
+        raise ValueError(f"there is a {file} already, whose source would be read in place of this one")
+    linecache.cache[file] = len(source), None, source.splitlines(True), file
+    made: dict[str, Any] = {}
+    exec(compile(source, file, "exec"), vars(sys.modules[base.__module__]), made)
+    (written,) = made.values()
+    return written if original is base else type(name, (base,), {method: written, "__module__": base.__module__})

@@ -1,12 +1,12 @@
 """Fused add and norm in decoding: a residual sum and the norm behind it in one launch.
 
 A decoding step costs the host its launches, and two thirds of those that only add are followed by a norm. The forward
-of such layers is rewritten (matching/residual_norm_scan.py). The rewritten one runs where a layer decodes one token a
+of such layers is rewritten (matching/residual_scan.py). The rewritten one runs where a layer decodes one token a
 sequence without gradients; otherwise that of its class does.
 
-Each layer also norms its own result for the next layer, where the model's forward only passes it on
-(matching/layer_loop_scan.py). The normed tensor is kept with the running forward of the model, never on a tensor, and
-where a hook or a wrapper sees what goes from layer to layer nothing is normed ahead.
+Each layer also norms its own result for the next layer, where the model's forward only passes it on. The normed tensor
+is kept with the running forward of the model, never on a tensor, and where a hook or a wrapper sees what goes from
+layer to layer nothing is normed ahead.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from kernels_ext_npu.binding import registration, step_aside
 from kernels_ext_npu.binding.forward_binding import bound_layer, bound_package
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_forward, forward_owner, set_forward
-from kernels_ext_npu.matching.layer_loop_scan import LayerLoop, layer_loop
-from kernels_ext_npu.matching.residual_norm_scan import Sums, find_sums
+from kernels_ext_npu.matching.residual_scan import LayerLoop, Sums, find_sums, layer_loop
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 

@@ -27,12 +27,12 @@ from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import LAYERS, ROTARY
 from kernels_ext_npu.distribution import kernels_internals
 from kernels_ext_npu.matching import classification
-from kernels_ext_npu.matching.decorated import is_kernel_function, original_function, package_function
 from kernels_ext_npu.matching.function_scan import CalledFunction
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
+from kernels_ext_npu.transformers_internals import is_kernel_function, original_function, package_function
 
 _ROTATES = LAYERS[ROTARY.layers[0]]  # the repository of functions that rotate
 

@@ -42,6 +42,32 @@ kernels_ext_npu.report(kernels_ext_npu.kernelize(qwen3_235b_a22b({layers})))
 print(first, len(sources))
 """
 
+LOADED = """
+import sys
+import softnpu
+import kernels_ext_npu
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=2, vocab_size=128)
+LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes)).save_pretrained({folder!r})
+calls, package = 0, kernels_ext_npu.__path__[0]
+
+def count(frame, event, _):
+    global calls
+    calls += event == "call" and frame.f_code.co_filename.startswith(package)
+
+kernels_ext_npu.register()
+sys.setprofile(count)
+model = AutoModelForCausalLM.from_pretrained({folder!r}, device_map="npu", use_kernels=True)
+sys.setprofile(None)
+loading, calls = calls, 0
+modules = [name for name in sys.modules if name.partition(".")[0] == "kernels_ext_npu"]
+sys.setprofile(count)
+report = kernels_ext_npu.report(model)
+sys.setprofile(None)
+assert all(row.swapped for row in report)
+print(loading, len(modules), calls)
+"""
+
 
 def test_sources_are_read_once_a_class_and_for_models_only(run_forked) -> None:
     """However many layers there are, and none by register(), which imports this package and a registry."""
@@ -60,6 +86,16 @@ def test_sources_are_read_once_a_class_and_for_models_only(run_forked) -> None:
     assert few == many
     assert few[0] == few[1] > 0  # of another model of the same classes
     assert few[0] < len(PATTERNS) + len(FUNCTION_PATTERNS)  # only of those in the words of a class of the model
+
+
+def test_the_first_model_of_a_process_asks_for_what_it_needs(run_forked, tmp_path) -> None:
+    """Two layers of Llama: it was 4,509 calls of this package, 111 modules of it, and 5,563 calls for a report."""
+    loaded = run_forked(LOADED.format(folder=str(tmp_path)), HF_HUB_OFFLINE="1").stdout
+    print(f"calls to load a model, modules behind that, calls to report: {loaded}")
+    calls, modules, reporting = map(int, loaded.split())
+    assert 0 < calls <= 2000
+    assert 0 < modules <= 90
+    assert 0 < reporting <= 2000
 
 
 def test_register_looks_at_no_model(registered) -> None:

@@ -16,10 +16,10 @@ from transformers.utils.deprecation import deprecate_kwarg
 from kernels_ext_npu.matching.classification import UNSUPPORTED, attention_refusal
 from kernels_ext_npu.matching.fingerprint import fingerprint
 from kernels_ext_npu.matching.lookup import find_pattern
+from kernels_ext_npu.patterns import rope_tables
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
-from kernels_ext_npu.patterns.norms.rms_norms import GemmaRMSNorm, LlamaRMSNorm
-from kernels_ext_npu.patterns.reworded import reworded
-from kernels_ext_npu.patterns.rotary import rope_tables
+from kernels_ext_npu.patterns.pattern import reworded
+from kernels_ext_npu.patterns.rms_norms import GemmaRMSNorm, LlamaRMSNorm
 
 SQUARE = "hidden_states.pow(2).mean(-1, keepdim=True)"
 MEAN = f"variance = {SQUARE}"

@@ -24,7 +24,7 @@ from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 from transformers.models.xlstm.modeling_xlstm import xLSTMRMSNorm
 
 import kernels_ext_npu
-from kernels_ext_npu.patterns.norms import layer_norms, rms_norms
+from kernels_ext_npu.patterns import layer_norms, rms_norms
 from tests.fused_moe.router_classes import instance as router
 from tests.support import swapped as swapping
 from tests.swiglu.mlp_classes import instance as mlp

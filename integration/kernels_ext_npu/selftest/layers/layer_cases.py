@@ -18,15 +18,11 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from kernels_ext_npu.catalogue import LAYERS, NORMS, ROUTERS
+from kernels_ext_npu.patterns import hyper_connections, moe_blocks_v4, other_mlps, rms_norms, rope_tables
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
-from kernels_ext_npu.patterns.linear_attention.forget_gates import KimiLinearForgetGate
-from kernels_ext_npu.patterns.linear_attention.gated_recurrence import RecurrentGemmaRglru
-from kernels_ext_npu.patterns.mlps import other_mlps
-from kernels_ext_npu.patterns.moe import moe_blocks_v4
-from kernels_ext_npu.patterns.norms import hyper_connections, rms_norms
-from kernels_ext_npu.patterns.norms.layer_norms import BertSelfOutput, CohereLayerNorm, DebertaLayerNorm, OlmoLayerNorm
+from kernels_ext_npu.patterns.gated_recurrences import KimiLinearForgetGate, RecurrentGemmaRglru
+from kernels_ext_npu.patterns.layer_norms import BertSelfOutput, CohereLayerNorm, DebertaLayerNorm, OlmoLayerNorm
 from kernels_ext_npu.patterns.pattern import Pattern
-from kernels_ext_npu.patterns.rotary import mrope_tables, rope_tables
 from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.cases import Layer
 from kernels_ext_npu.selftest.comparing import Results
@@ -173,7 +169,7 @@ LINEAR = {
     "FusedRecurrentKDA": "fused_recurrent_kda",
     "SelectiveScan": "selective_scan_fn",
 }
-TABLES: tuple[Pattern, ...] = (*rope_tables.PATTERNS, *mrope_tables.PATTERNS)
+TABLES: tuple[Pattern, ...] = rope_tables.PATTERNS
 
 
 def _module_results(
@@ -232,7 +228,7 @@ def _positions(reference: Pattern) -> Tensor:
     if "OfPatches" in layer:
         return torch.stack((torch.arange(35) // 7, torch.arange(35) % 7), -1)
     rows = torch.stack((torch.arange(7), torch.arange(7) * 19937))
-    if reference not in mrope_tables.PATTERNS:
+    if not hasattr(reference.original, "recomposition_frequencies"):
         return rows
     dimensions = {"RotaryEmbeddingComposedBySections": 4, "RotaryEmbeddingOfRowsByType": 2}.get(layer, 3)
     return torch.stack([rows // (1 + dimension) for dimension in range(dimensions)])

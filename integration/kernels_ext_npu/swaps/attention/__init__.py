@@ -26,7 +26,6 @@ from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import ATTENTION, INDEXERS
 from kernels_ext_npu.matching.classification import BIASED, UNNAMED, without_code
-from kernels_ext_npu.matching.learned_mask_scan import has_learned_mask
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.attention import (
     attn_implementation,
@@ -169,6 +168,8 @@ def _remark(model: nn.Module, path: str, module: nn.Module) -> str | None:
     limit = eligibility.limit(module, *_dtype_and_softcap(module))
     if limit in (eligibility.IN_FLOAT64, eligibility.CAPPED, BIASED):  # with all scores in memory
         return f"in torch, {'where' if limit is BIASED else 'since'} {without_code(limit)}"
+    from kernels_ext_npu.matching.learned_mask_scan import has_learned_mask  # for reports alone
+
     is_added = not eligibility.is_eager_by_default(type(module.config)) and has_learned_mask(model, path)
     return LEARNED_BIAS if is_added and sdpa_drops_biases() else None
 

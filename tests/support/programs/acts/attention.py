@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.catalogue import IMPLEMENTATION as NAME
 from kernels_ext_npu.distribution import sources
-from kernels_ext_npu.matching.decorated import original_function
+from kernels_ext_npu.transformers_internals import original_function
 from tests.support.programs import variants
 from tests.support.programs.acts.calls import show_loss
 from tests.support.programs.acts.modules import drawn, patch, times

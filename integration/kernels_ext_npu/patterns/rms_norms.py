@@ -8,8 +8,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN, SiLUActivation
 
 from kernels_ext_npu.module_state import COMPUTED, TORCH_CALL, all_have_hooks, static_getattr
-from kernels_ext_npu.patterns.pattern import Pattern, ignores, patterns_for, require
-from kernels_ext_npu.patterns.reworded import reworded
+from kernels_ext_npu.patterns.pattern import Pattern, ignores, patterns_for, require, reworded
 
 
 class Norm(nn.Module):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernels_ext_npu.patterns.mlps.gated_mlps import (
+from kernels_ext_npu.patterns.gated_mlps import (
     GATED,
     MLP,
     activated_layer,
@@ -13,8 +13,7 @@ from kernels_ext_npu.patterns.mlps.gated_mlps import (
     refuse_fused,
     refuse_gated,
 )
-from kernels_ext_npu.patterns.pattern import Pattern, misread, patterns_for, require
-from kernels_ext_npu.patterns.reworded import reworded
+from kernels_ext_npu.patterns.pattern import Pattern, misread, patterns_for, require, reworded
 
 
 class T5GemmaMLP(MLP):

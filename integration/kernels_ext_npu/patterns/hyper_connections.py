@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.utils.generic import maybe_autocast
 
-from kernels_ext_npu.patterns.norms.rms_norms import DeepseekV4UnweightedRMSNorm
 from kernels_ext_npu.patterns.pattern import Part, Pattern, require
+from kernels_ext_npu.patterns.rms_norms import DeepseekV4UnweightedRMSNorm
 
 
 class HYV4UnweightedRMSNorm(nn.Module):

@@ -18,9 +18,9 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
 from kernels_ext_npu.module_state import COMPUTED, static_getattr
-from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP
-from kernels_ext_npu.patterns.moe.softmax_routers import Llama4Router
+from kernels_ext_npu.patterns.gated_mlps import LlamaMLP
 from kernels_ext_npu.patterns.pattern import Part, Pattern
+from kernels_ext_npu.patterns.softmax_routers import Llama4Router
 
 
 @use_experts_implementation

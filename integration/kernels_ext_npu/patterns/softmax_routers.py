@@ -5,28 +5,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
-from kernels_ext_npu.patterns.pattern import Part, Pattern, ignores, require
-from kernels_ext_npu.patterns.reworded import reworded
-
-
-class Router(nn.Module):
-    """The members of routers, of which each reads some; what only few have is beside their forward."""
-
-    norm_topk_prob = True
-    routed_scaling_factor = 1.0
-    num_group, topk_group = 1, 1
-
-    linear: str | None = None  # what computes logits where that is a module
-
-    def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
-        super().__init__()
-        self.hidden_dim, self.num_experts, self.n_routed_experts = hidden_size, num_experts, num_experts
-        self.top_k = top_k
-        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts))
-        if self.linear is None:
-            self.weight = nn.Parameter(torch.zeros(num_experts, hidden_size))
-        else:
-            setattr(self, self.linear, nn.Linear(hidden_size, num_experts, bias=False))
+from kernels_ext_npu.module_state import COMPUTED, static_getattr
+from kernels_ext_npu.patterns.pattern import Part, Pattern, ignores, require, reworded
+from kernels_ext_npu.patterns.sigmoid_routers import DeepseekV3TopkRouter, Router
 
 
 class Qwen3MoeTopKRouter(Router):
@@ -172,6 +153,60 @@ class LongcatFlashTopkRouter(Router):
         return torch.topk(scores_for_choice, k=self.top_k, dim=-1, sorted=False)[1]
 
 
+# chooses groups first, which are compared by their two best experts
+_GROUPED = {
+    "hidden_states.type(torch.float32), self.weight.type(torch.float32)": "hidden_states, self.weight",
+    "router_logits.sigmoid()": "router_logits.softmax(-1)",
+    "    scores_for_choice = scores + self.e_score_correction_bias\n": "",
+    "        scores_for_choice.view": "        scores.view",
+    "scores_for_choice.masked_fill": "scores.masked_fill",
+    'float("-inf")': "0.0",
+}
+# the same in float32, which always divides by the sum
+_GROUPED_IN_FLOAT32 = {
+    "hidden_states, self.weight)": "hidden_states.float(), self.weight.float())",
+    "    if self.norm_topk_prob:\n        denominator": "    denominator",
+    "        topk_weights /=": "    topk_weights /=",
+}
+Mistral4TopkRouter = reworded("Mistral4TopkRouter", DeepseekV3TopkRouter, _GROUPED)
+MistralLarge4TextTopkRouter = reworded("MistralLarge4TextTopkRouter", Mistral4TopkRouter, _GROUPED_IN_FLOAT32)
+
+
+class DeepseekV2TopkRouter(Router):
+    """The router that chooses groups first, which it compares by their best expert."""
+
+    topk_method = "group_limited_greedy"
+
+    def forward(self, hidden_states):
+        hidden_states = hidden_states.view(-1, self.hidden_dim)
+        router_logits = F.linear(hidden_states.type(torch.float32), self.weight.type(torch.float32))
+        scores = router_logits.softmax(dim=-1, dtype=torch.float32)
+        if self.topk_method == "greedy":
+            topk_weights, topk_indices = torch.topk(scores, k=self.top_k, dim=-1, sorted=False)
+        elif self.topk_method == "group_limited_greedy":
+            group_scores = scores.view(-1, self.num_group, self.num_experts // self.num_group).max(dim=-1).values
+            group_idx = torch.topk(group_scores, k=self.topk_group, dim=-1, sorted=False)[1]
+            group_mask = torch.zeros_like(group_scores)
+            group_mask.scatter_(1, group_idx, 1)
+            score_mask = (
+                group_mask.unsqueeze(-1)
+                .expand(-1, self.num_group, self.num_experts // self.num_group)
+                .reshape(-1, self.num_experts)
+            )
+            scores = scores.masked_fill(~score_mask.bool(), 0.0)
+            topk_weights, topk_indices = torch.topk(scores, k=self.top_k, dim=-1, sorted=False)
+        topk_weights = topk_weights * self.routed_scaling_factor
+        return router_logits, topk_weights, topk_indices
+
+
+_GREEDY = require(
+    lambda router: router.topk_method in ("greedy", "group_limited_greedy"),
+    "its topk_method is {0.topk_method}, the kernel has greedy and group_limited_greedy",
+)
+_WIDE = require(
+    lambda router: (weight := static_getattr(router, "weight")) is COMPUTED or weight.dtype is torch.float32,
+    "it compares probabilities that are rounded to {0.weight.dtype}, and the operator compares them in float32",
+)
 _BY_SOFTMAX = require(
     lambda router: router.expert_selection_fn == "softmax",
     "its expert_selection_fn is {0.expert_selection_fn}, the kernel has softmax",
@@ -194,4 +229,7 @@ PATTERNS = (
     Pattern(Llama4Router, ("SigmoidScatterRouter",), _LINEAR),
     Pattern(LongcatFlashTopkRouter, ("BiasedSoftmaxTopKRouter",)),
     Pattern(Ernie4_5_MoeTopKRouter, ("CorrectedSoftmaxTopKRouter",), parts=(_STATICS,)),
+    Pattern(MistralLarge4TextTopkRouter, ("GroupedSoftmaxTopKRouterNormalised",)),
+    Pattern(DeepseekV2TopkRouter, ("GroupedSoftmaxTopKRouter",), _GREEDY, rechecks_every_call=True),
+    Pattern(Mistral4TopkRouter, ("GroupedSoftmaxTopKRouterNarrow",), _WIDE, rechecks_every_call=True),
 )

@@ -1,4 +1,4 @@
-"""The routers of transformers that choose experts by the sigmoid of their logits, among all of them at once."""
+"""The routers of transformers that choose experts by the sigmoid of their logits, and what routers have in common."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,9 +9,69 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.utils.generic import maybe_autocast
 
-from kernels_ext_npu.patterns.moe.softmax_routers import Router
-from kernels_ext_npu.patterns.pattern import Part, Pattern, require
-from kernels_ext_npu.patterns.reworded import reworded
+from kernels_ext_npu.patterns.pattern import Part, Pattern, ignores, require, reworded
+
+
+class Router(nn.Module):
+    """The members of routers, of which each reads some; what only few have is beside their forward."""
+
+    norm_topk_prob = True
+    routed_scaling_factor = 1.0
+    num_group, topk_group = 1, 1
+
+    linear: str | None = None  # what computes logits where that is a module
+
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.hidden_dim, self.num_experts, self.n_routed_experts = hidden_size, num_experts, num_experts
+        self.top_k = top_k
+        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts))
+        if self.linear is None:
+            self.weight = nn.Parameter(torch.zeros(num_experts, hidden_size))
+        else:
+            setattr(self, self.linear, nn.Linear(hidden_size, num_experts, bias=False))
+
+
+class DeepseekV3TopkRouter(Router):
+    """The router that chooses groups of experts first, and experts among those of the chosen groups."""
+
+    def forward(self, hidden_states):
+        hidden_states = hidden_states.view(-1, self.hidden_dim)
+        router_logits = F.linear(hidden_states.type(torch.float32), self.weight.type(torch.float32))
+        scores = router_logits.sigmoid()
+        scores_for_choice = scores + self.e_score_correction_bias
+        group_scores = (
+            scores_for_choice.view(-1, self.num_group, self.num_experts // self.num_group)
+            .topk(2, dim=-1)[0]
+            .sum(dim=-1)
+        )
+        group_idx = torch.topk(group_scores, k=self.topk_group, dim=-1, sorted=False)[1]
+        group_mask = torch.zeros_like(group_scores)
+        group_mask.scatter_(1, group_idx, 1)
+        score_mask = (
+            group_mask.unsqueeze(-1)
+            .expand(-1, self.num_group, self.num_experts // self.num_group)
+            .reshape(-1, self.num_experts)
+        )
+        scores_for_choice = scores_for_choice.masked_fill(~score_mask.bool(), float("-inf"))
+        topk_indices = torch.topk(scores_for_choice, k=self.top_k, dim=-1, sorted=False)[1]
+        topk_weights = scores.gather(1, topk_indices)
+        if self.norm_topk_prob:
+            denominator = topk_weights.sum(dim=-1, keepdim=True) + 1e-20
+            topk_weights /= denominator
+        topk_weights = topk_weights * self.routed_scaling_factor
+        return router_logits, topk_weights, topk_indices
+
+
+# Beam's router, whose scale is applied to the output of the experts
+_WITHOUT_SCALE = {
+    ".type(torch.float32)": ".float()",
+    ", sorted=False": "",
+    "        denominator = topk_weights": "        topk_weights /= topk_weights",
+    "        topk_weights /= denominator\n": "",
+    "    topk_weights = topk_weights * self.routed_scaling_factor\n": "",
+}
+BeamTopKRouter = reworded("BeamTopKRouter", DeepseekV3TopkRouter, _WITHOUT_SCALE)
 
 
 class AXK2TopkRouter(Router):
@@ -156,6 +216,8 @@ _SCORING = Part("scoring_function", (nn.Sigmoid,), "it scores with {}, the kerne
 _SCORES = replace(_SCORING, name="score_fn")
 
 PATTERNS = (
+    Pattern(DeepseekV3TopkRouter, ("SigmoidTopKRouter",)),
+    Pattern(BeamTopKRouter, ("SigmoidTopKRouter",), ignores(routed_scaling_factor=1.0)),
     Pattern(HYV3TopKRouter, ("SigmoidTopKRouterGivenBias",)),
     Pattern(MiniMaxM3VLTopKRouter, ("SigmoidTopKRouterNarrow",)),
     Pattern(MiniMaxM2TopKRouter, ("SigmoidTopKRouterNarrowGivenBias",)),

@@ -8,9 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from kernels_ext_npu.module_state import COMPUTED, static_getattr
-from kernels_ext_npu.patterns.mlps.gated_mlps import LlamaMLP, MixtralBlockSparseTop2MLP
-from kernels_ext_npu.patterns.pattern import Part, ignores, patterns_for
-from kernels_ext_npu.patterns.reworded import reworded
+from kernels_ext_npu.patterns.gated_mlps import LlamaMLP, MixtralBlockSparseTop2MLP
+from kernels_ext_npu.patterns.pattern import Part, ignores, patterns_for, reworded
 
 
 class Qwen3MoeSparseMoeBlock(nn.Module):

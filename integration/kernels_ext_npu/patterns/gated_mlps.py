@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.activations import ACT2FN
 
 from kernels_ext_npu.module_state import has_hooks
-from kernels_ext_npu.patterns.pattern import Pattern, misread, patterns_for, require
-from kernels_ext_npu.patterns.reworded import reworded
+from kernels_ext_npu.patterns.pattern import Pattern, misread, patterns_for, require, reworded
 
 ACTIVATED_BY: dict[str, Callable[[Tensor], Tensor]] = {
     "SwiGLUMLP": F.silu,

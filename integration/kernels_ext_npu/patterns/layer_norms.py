@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from kernels_ext_npu.module_state import COMPUTED, static_getattr
-from kernels_ext_npu.patterns.norms.rms_norms import Norm, refuse_dimensions, refuse_eps
 from kernels_ext_npu.patterns.pattern import Pattern, ignores, require
+from kernels_ext_npu.patterns.rms_norms import Norm, refuse_dimensions, refuse_eps
 
 
 class CohereLayerNorm(Norm):

@@ -7,8 +7,7 @@ functions of other forms.
 
 import torch
 
-from kernels_ext_npu.patterns.pattern import Pattern
-from kernels_ext_npu.patterns.reworded import reworded
+from kernels_ext_npu.patterns.pattern import Pattern, reworded
 
 
 # ---- halves of a head against each other -----------------------------------------------------------------------------

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers.utils.import_utils import is_torchdynamo_exporting
 
-from kernels_ext_npu.patterns.pattern import Pattern
-from kernels_ext_npu.patterns.reworded import reworded
+from kernels_ext_npu.patterns.pattern import Pattern, reworded
 
 # in transformers 5.23 these functions repeat heads, in place of who calls them
 _REPEATS = {

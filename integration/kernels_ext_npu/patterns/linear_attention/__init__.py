@@ -1,1 +1,0 @@
-"""Delta rules, recurrences, scans, and the convolutions before them."""

@@ -1,1 +1,0 @@
-"""Routers, experts, and blocks of both."""

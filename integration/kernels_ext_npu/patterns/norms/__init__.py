@@ -1,1 +1,0 @@
-"""RMS norms, gated RMS norms and layer norms."""

@@ -19,12 +19,13 @@ from torch import nn
 from kernels_ext_npu.binding.forward_binding import bound_kernel
 from kernels_ext_npu.binding.loaded_kernels import OWNER, set_forward
 from kernels_ext_npu.binding.registration import Registration
-from kernels_ext_npu.matching.by_running import Recognised, recognise
 from kernels_ext_npu.matching.class_facts import class_facts
 from kernels_ext_npu.swaps import refusals
 
 if TYPE_CHECKING:
     from kernels import Mode
+
+    from kernels_ext_npu.matching.by_running import Recognised
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,10 @@ class View:
     def recognised(self) -> dict[nn.Module, Recognised]:
         """The modules of classes that no pattern knows, and what they were found to compute by running them."""
         classes = [cls for cls, facts in self.facts.items() if facts.is_of_others]
+        if not classes:
+            return {}
+        from kernels_ext_npu.matching.by_running import recognise  # models of transformers do without
+
         found = {module: recognise(module) for _, module in self.instances(classes)}
         return {module: what for module, what in found.items() if what is not None}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,12 @@ from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.loaded_kernels import forward_owner, set_forward
 from kernels_ext_npu.binding.step_aside import guarded_forward
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, MLPS
-from kernels_ext_npu.matching.by_running import Recognised
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
+
+if TYPE_CHECKING:
+    from kernels_ext_npu.matching.by_running import Recognised
 
 _OWNER = "recognised"
 _UNITS: dict[str, Callable[[ModuleType], Callable]] = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from itertools import permutations, product
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels_ext_npu.matching.watched_runs import check_sizes, is_close, isolated, stand_in
+from kernels_ext_npu.matching.watched_runs import IN_FLOAT32, check_sizes, is_close, isolated, stand_in
 from kernels_ext_npu.matching.watched_runs import run as run_forward
 
 _SETTINGS = (bool, int, float, str, type(None), torch.dtype, torch.Size)
@@ -27,12 +28,21 @@ _CAST = "_to_copy"
 _MAGNITUDES = (1e-2, 1.0, 1e2, 1e4)
 
 
+class Settings(NamedTuple):
+    """What a forward may read of a module, but for its weights and its projections."""
+
+    cls: type[nn.Module]
+    forward: Any  # that of the class
+    members: tuple[tuple[str, Any], ...]  # numbers, strings and the like
+    children: tuple[tuple[str, Settings], ...] = ()
+
+
 class Recognised(NamedTuple):
     """What a module computes."""
 
     layer: str  # the layer that computes the same
     roles: tuple[tuple[str, Any], ...]  # what stands for what, as the layer calls it
-    settings: tuple[tuple[str, Any], ...]  # the attributes and the forwards of children for which that holds
+    settings: Settings  # for which that holds
 
 
 _known: dict[Any, Recognised | None] = {}
@@ -40,11 +50,11 @@ _known: dict[Any, Recognised | None] = {}
 
 def recognise(module: nn.Module) -> Recognised | None:
     """Return what a module computes; None if it is no norm and no gated MLP, or one that no layer computes."""
-    settings = settings_in(module)
+    settings = read_settings(module)
     if settings is None:
         return None
     shapes = tuple((name, None if p is None else (p.dim(), p.shape[-1:])) for name, p in module._parameters.items())
-    key = type(module), type(module).forward, settings, shapes
+    key = settings, shapes
     if key not in _known:
         try:
             with isolated():
@@ -55,13 +65,16 @@ def recognise(module: nn.Module) -> Recognised | None:
     return _known[key]
 
 
-def settings_in(module: nn.Module) -> tuple[tuple[str, Any], ...] | None:
-    """Return the attributes of a module, and the children that are no projections; None if some are tensors."""
-    own = {name: value for name, value in vars(module).items() if name not in _OWN_TO_TORCH and name != "forward"}
-    if module._buffers or not all(isinstance(value, _SETTINGS) for value in own.values()):
+def read_settings(module: nn.Module) -> Settings | None:
+    """Return what a forward may read; None if there is more, such as tensors, objects, or modules inside of modules."""
+    members = {name: value for name, value in vars(module).items() if name not in _OWN_TO_TORCH and name != "forward"}
+    if module._buffers or not all(isinstance(value, _SETTINGS) for value in members.values()):
         return None
-    others = {name: child for name, child in module._modules.items() if not is_projection(child)}
-    return (*own.items(), *((name, (type(child), type(child).forward)) for name, child in others.items() if child))
+    others = {name: child for name, child in module._modules.items() if child is not None and not is_projection(child)}
+    children = {name: None if any(child.children()) else read_settings(child) for name, child in others.items()}
+    if None in children.values():
+        return None
+    return Settings(type(module), type(module).forward, tuple(members.items()), tuple(children.items()))  # type: ignore
 
 
 def is_projection(child: Any) -> bool:
@@ -80,7 +93,7 @@ def _norm(module: nn.Module) -> tuple[str, tuple[tuple[str, Any], ...]] | None:
     weight = module._parameters[names[0]] if names else None
     if weight is not None and (weight.dim() != 1 or not weight.is_floating_point()):
         return None
-    sizes = [value for _, value in settings_in(module) or () if isinstance(value, int) and 1 < value <= 1 << 16]
+    sizes = [value for value in vars(module).values() if type(value) is int and 1 < value <= 1 << 16]
     width = weight.shape[0] if weight is not None else next(iter(sizes), 64)
 
     def run(x: Tensor, weight: Tensor | None, training: bool = False, called: set[str] | None = None) -> Tensor:
@@ -89,15 +102,19 @@ def _norm(module: nn.Module) -> tuple[str, tuple[tuple[str, Any], ...]] | None:
 
     w = torch.randn(width, dtype=torch.float64) if names else None
     x = torch.randn(2, 3, width, dtype=torch.float64)
-    scales = {"": torch.ones(width, dtype=torch.float64)} if w is None else {"weight": w, "1 + weight": 1 + w}
-    for kind, scale in scales.items():
+    for kind in ("",) if w is None else ("weight", "1 + weight"):
+        scale = _SCALES[kind](w)
         eps = _eps(module, [(x * s, run(x * s, w) / scale) for s in (1e-3, 1e-6)])
         if eps is None:
             continue
         probes = [x * s for s in (1e-3, *_MAGNITUDES)] + [x[:1, :1], x[0], x[None]]
-        expected = [scale * p * torch.rsqrt(p.square().mean(-1, keepdim=True) + eps) for p in probes]
-        if not all(is_close(run(p, w, t), y) for p, y in zip(probes, expected) for t in (False, True)):
-            continue
+        for probe, training, with_grad in product(probes, (False, True), (False, True)):
+            arguments = [each.clone().requires_grad_(with_grad) for each in (probe, *(() if w is None else (w,)))]
+            with torch.set_grad_enabled(with_grad):
+                found = run(arguments[0], None if w is None else arguments[1], training)
+                normed = arguments[0] * torch.rsqrt(arguments[0].square().mean(-1, keepdim=True) + eps)
+                if not _are_same(found, normed * _SCALES[kind](arguments[-1]), arguments):
+                    return None
         check_sizes(lambda given: run(given, None if w is None else w.float()), width)
         called: set[str] = set()
         run(x.bfloat16(), None if w is None else w.bfloat16(), called=called)
@@ -119,8 +136,10 @@ def _t5(x: Tensor, w: Tensor, eps: float) -> Tensor:
     return w * (normed if w.dtype is torch.float32 else normed.to(w.dtype))
 
 
+# how the weight enters
+_SCALES: dict[str, Callable[[Any], Any]] = {"": lambda _: 1.0, "weight": lambda w: w, "1 + weight": lambda w: 1 + w}
 _Formula = Callable[[Tensor, Any, float], Tensor]
-# how the weight enters -> formulas, with the layer that computes each
+# the same -> formulas, with the layer that computes each
 _NORMS: dict[str, list[tuple[str, _Formula]]] = {
     "weight": [
         ("RMSNorm", lambda x, w, eps: w * _n32(x, eps).to(x.dtype)),
@@ -155,7 +174,7 @@ def _rounds_alike(run: Callable, formula: _Formula, width: int, x_dtype: Any, w_
 def _eps(module: nn.Module, results: Iterable[tuple[Tensor, Tensor]]) -> float | None:
     """Return the eps of a norm: solved for from what it gives of small numbers, and then read where it is written."""
     candidates: set[float] | None = None
-    numbers = {value for _, value in settings_in(module) or () if isinstance(value, float)}
+    numbers = {value for value in vars(module).values() if isinstance(value, float)}
     numbers |= {0.0, torch.finfo(torch.float32).eps, *_constants(type(module))}
     for x, normed in results:
         mean, factor = x.square().mean(-1, keepdim=True), normed / x
@@ -186,8 +205,9 @@ class _Leaf(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(x)
-        self.given.append(self.magnitude * torch.randn(*x.shape[:-1], self.width, dtype=x.dtype))
-        return self.given[-1]
+        result = self.magnitude * torch.randn(*x.shape[:-1], self.width, dtype=x.dtype)
+        self.given.append(result.requires_grad_(torch.is_grad_enabled()))
+        return result
 
 
 _UNITS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -198,42 +218,61 @@ _UNITS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _gated_mlp(module: nn.Module) -> tuple[str, tuple[tuple[str, Any], ...]] | None:
-    """Return the layer of a gated MLP, and the names of its projections."""
+    """Return the layer of a gated MLP, and its projections: gate and up may be halves of one."""
     linear: dict[str, Any] = {name: child for name, child in module._modules.items() if is_projection(child)}
     others = [child for name, child in module._modules.items() if name not in linear and child is not None]
     own = [*module._parameters.values(), *(parameter for child in others for parameter in child.parameters())]
-    if len(linear) != 3 or any(each is not None for each in own) or not _takes_one_tensor(module):
+    if len(linear) not in (2, 3) or any(each is not None for each in own) or not _takes_one_tensor(module):
         return None
     width = next(iter(linear.values())).in_features
-    found = None
-    for magnitude in (1.0, *_MAGNITUDES):
-        for training in (False, True):
-            leaves = {name: _Leaf(child.out_features, magnitude) for name, child in linear.items()}
-            children: dict[str, Any] = {**module._modules, **leaves}
-            for name in children.keys() - leaves.keys():
-                children[name] = children[name] and stand_in(children[name], {"training": training})
-            x = torch.randn(2, 3, width, dtype=torch.float64)
-            y = run_forward(module, {"_modules": children, "training": training}, x)
-            if any(len(leaf.seen) != 1 for leaf in leaves.values()):
-                return None
-            ins = [name for name, leaf in leaves.items() if leaf.seen[0] is x]
-            (down,) = leaves.keys() - set(ins)
-            if y is not leaves[down].given[0]:
-                return None
-            given = {name: leaves[name].given[0] for name in ins}
-            fits = {
-                (layer, gate, up, down)
-                for gate, up in (ins, ins[::-1])
-                for layer, unit in _UNITS.items()
-                if is_close(leaves[down].seen[0], unit(given[gate]) * given[up])
-            }
-            found = fits if found is None else found & fits
-    if not found or len(found) > 1:
+
+    def run(x: Tensor, magnitude: float = 1.0, training: bool = False) -> tuple[dict[str, _Leaf], Tensor]:
+        leaves = {name: _Leaf(child.out_features, magnitude) for name, child in linear.items()}
+        children: dict[str, Any] = {**module._modules, **leaves}
+        for name in children.keys() - leaves.keys():
+            children[name] = children[name] and stand_in(children[name], {"training": training})
+        return leaves, run_forward(module, {"_modules": children, "training": training}, x)
+
+    x = torch.randn(2, 3, width, dtype=torch.float64)
+    found: set[tuple[Any, ...]] | None = None
+    for given, magnitude, training, with_grad in product((x, x[0]), (1.0, *_MAGNITUDES), (False, True), (False, True)):
+        with torch.set_grad_enabled(with_grad):
+            roles = set(_find_roles(*run(given, magnitude, training), given))
+        found = roles if found is None else found & roles
+    if found is None or len(found) != 1:
         return None
-    ((layer, gate, up, down),) = found
-    stand_ins = {name: _Leaf(child.out_features, 1.0) for name, child in linear.items()}
-    check_sizes(lambda given: run_forward(module, {"_modules": {**module._modules, **stand_ins}}, given), width)
-    return layer, (("gate", gate), ("up", up), ("down", down))
+    check_sizes(lambda given: run(given)[1], width)
+    ((layer, *names),) = found
+    return layer, tuple(zip(("gate", "up", "down"), names))
+
+
+def _find_roles(leaves: dict[str, _Leaf], y: Tensor, x: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yield how projections make a gated MLP: the layer, the names of gate, up and down.
+
+    Gate and up may be halves of one, the gate first, as the operators take them.
+    """
+    down = next(name for name, leaf in leaves.items() if leaf.given and leaf.given[0] is y)
+    ins = {name: leaf.given[0] for name, leaf in leaves.items() if name != down and leaf.seen[0] is x}
+    if len(ins) + 1 < len(leaves) or any(len(leaf.seen) != 1 for leaf in leaves.values()):
+        return
+    for gate, up in permutations(ins) if len(ins) == 2 else ((*ins, *ins),):
+        first, second = (ins[gate], ins[up]) if gate != up else ins[gate].chunk(2, -1)
+        for layer, unit in _UNITS.items():
+            if _are_same(leaves[down].seen[0], unit(first) * second, [*ins.values()]):
+                yield layer, gate, up, down
+
+
+def _are_same(found: Tensor, expected: Tensor, arguments: list[Tensor]) -> bool:
+    """Tell whether two results are the same, and their gradients with regard to some tensors, if they have any."""
+    if not is_close(found, expected) or found.requires_grad != expected.requires_grad:
+        return False
+    if not found.requires_grad:
+        return True
+    grad = torch.randn_like(expected)
+    ours, theirs = (
+        torch.autograd.grad(each, arguments, grad.to(each.dtype), retain_graph=True) for each in (expected, found)
+    )
+    return all(is_close(b, a, 10 * IN_FLOAT32) for a, b in zip(ours, theirs))  # a sum more is rounded on the way
 
 
 def _takes_one_tensor(module: nn.Module) -> bool:

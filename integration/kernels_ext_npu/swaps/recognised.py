@@ -23,7 +23,7 @@ from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 
 if TYPE_CHECKING:
-    from kernels_ext_npu.matching.by_running import Recognised
+    from kernels_ext_npu.matching.by_running import Recognised, Settings
 
 _OWNER = "recognised"
 _UNITS: dict[str, Callable[[ModuleType], Callable]] = {
@@ -66,11 +66,21 @@ def _refusal(module: nn.Module, what: Recognised) -> str | None:
 
 def _are_unwatched(module: nn.Module, what: Recognised) -> bool:
     """Tell whether nobody sees the calls of children that the layer does not call, or has replaced them."""
-    for name, value in what.settings:
-        child: Any = module._modules.get(name) if isinstance(value, tuple) else None
-        if child is not None and (has_hooks(child) or ("forward" in vars(child) and forward_owner(child) is None)):
+    for name, _ in what.settings.children:
+        child: Any = module._modules[name]
+        if has_hooks(child) or ("forward" in vars(child) and forward_owner(child) is None):
             return False
     return True
+
+
+def _has(module: Any, settings: Settings) -> bool:
+    """Tell whether a module has these settings."""
+    if type(module) is not settings.cls or settings.cls.forward is not settings.forward:
+        return False
+    members, children = vars(module), module._modules
+    return all(name in members and members[name] == value for name, value in settings.members) and all(
+        _has(children.get(name), inner) for name, inner in settings.children
+    )
 
 
 def _make_forward(what: Recognised, matched: FunctionType) -> FunctionType:
@@ -82,15 +92,7 @@ def _forward_with(package: ModuleType, what: Recognised, matched: FunctionType) 
     """Return the forward that computes by a layer what a module was recognised as."""
 
     def holds(module: nn.Module) -> bool:
-        members, children = vars(module), module._modules
-        for name, value in what.settings:
-            if isinstance(value, tuple):
-                child = children.get(name)
-                if (type(child), type(child).forward) != value:  # type: ignore[union-attr]
-                    return False
-            elif name not in members or members[name] != value:
-                return False
-        return not torch.compiler.is_compiling() and _are_unwatched(module, what)
+        return not torch.compiler.is_compiling() and _has(module, what.settings) and _are_unwatched(module, what)
 
     compute = _mlp(package, what) if KIND_OF_LAYER[what.layer] is MLPS else _norm(package, what)
     compute.__qualname__ = f"{_OWNER}.forward"
@@ -103,7 +105,7 @@ def _mlp(package: ModuleType, what: Recognised) -> FunctionType:
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         children: Any = self._modules
-        return children[down](unit(children[gate](x), children[up](x)))
+        return children[down](unit(children[gate](x)) if gate == up else unit(children[gate](x), children[up](x)))
 
     return forward  # type: ignore[return-value]
 

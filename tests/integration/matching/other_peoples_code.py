@@ -206,9 +206,27 @@ class SquaredGain(MetaNorm):
         return super().forward(x) * self.gain
 
 
+class DetachedMean(Scaled):
+    """Its gradient is another one."""
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True).detach() + self.epsilon) * self.gain
+
+
+class WithoutGradients(MetaNorm):
+    def forward(self, x):
+        return super().forward(x) if torch.is_grad_enabled() else x
+
+
+class OfMatricesAlone(MetaNorm):
+    def forward(self, x):
+        return super().forward(x) if x.dim() > 2 else x
+
+
 LIKE_NORMS = [
     *(EpsOutside, SumForMean, Centred, OverTokens, ScaledByRoot, Biased, Clamped, OfLongOnesOnly, InTrainingOnly),
-    *(Counting, Reading, Dropping, Writing, InGroups, RoundedTwice, SquaredGain),
+    *(Counting, Reading, Dropping, Writing, InGroups, RoundedTwice, SquaredGain, DetachedMean, WithoutGradients),
+    OfMatricesAlone,
 ]
 
 
@@ -258,6 +276,11 @@ class ExactlyGated(ByModule):
         super().__init__(nn.GELU())
 
 
+class TanhByModule(ByModule):
+    def __init__(self) -> None:
+        super().__init__(nn.GELU(approximate="tanh"))
+
+
 class InFloat32(Projected):
     def forward(self, x):
         gate, up = self.w1(x), self.w3(x)
@@ -279,9 +302,20 @@ class Helped(Projected):
         return self.w2(gated * self.w3(x))
 
 
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_fc, self.c_proj = nn.Linear(WIDTH, 2 * INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x):
+        gate, up = self.c_fc(x).chunk(2, dim=-1)
+        return self.c_proj(F.silu(gate) * up)
+
+
+SWIGLUS = (MetaMLP, UpFirst, BySigmoid, ByModule, InFloat32, WithBiases, Helped, Packed)
 MLPS = {
-    **dict.fromkeys((MetaMLP, UpFirst, BySigmoid, ByModule, InFloat32, WithBiases, Helped), "SwiGLUMLP"),
-    TanhGated: "GeGLUMLP",
+    **dict.fromkeys(SWIGLUS, "SwiGLUMLP"),
+    **dict.fromkeys((TanhGated, TanhByModule), "GeGLUMLP"),
     ExactlyGated: "ExactGeGLUMLP",
 }
 
@@ -347,7 +381,36 @@ class ShiftedUp(Projected):
         return self.w2(F.silu(self.w1(x)) * (self.w3(x) + 1))
 
 
+class _Halving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 0.5 * grad
+
+
+class HalvedGradient(Projected):
+    def forward(self, x):
+        return self.w2(_Halving.apply(F.silu(self.w1(x)) * self.w3(x)))
+
+
+class PackedUpFirst(Packed):
+    """Is one, but the operators take the gate first: a copy would cost what they save."""
+
+    def forward(self, x):
+        up, gate = self.c_fc(x).split(INNER, dim=-1)
+        return self.c_proj(up * F.silu(gate))
+
+
+class Interleaved(Packed):
+    def forward(self, x):
+        both = self.c_fc(x)
+        return self.c_proj(F.silu(both[..., ::2]) * both[..., 1::2])
+
+
 LIKE_MLPS = [
     *(ReluGated, ClampedAtSeven, Squared, Added, Residual, Halved, DroppedInside, SteeperGate, FirstToken, ByLength),
-    *(GatedTwice, ShiftedUp),
+    *(GatedTwice, ShiftedUp, HalvedGradient, PackedUpFirst, Interleaved),
 ]

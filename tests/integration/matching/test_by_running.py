@@ -103,6 +103,16 @@ def test_another_setting_is_looked_at_again(registered) -> None:
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-7)
 
 
+def test_an_activation_of_one_class_and_other_settings_is_another_one(registered) -> None:
+    exact, by_tanh = (Block(ByModule(nn.GELU(approximate=name))) for name in ("none", "tanh"))
+    models = [kernels_ext_npu.kernelize(block.to("npu")) for block in (exact, by_tanh)]
+    assert [said(model)[0][0] for model in models] == ["ExactGeGLUMLP", "GeGLUMLP"]
+    x = 3 * torch.randn(2, 5, WIDTH, device="npu")
+    exact.part.activation.approximate = "tanh"
+    torch.testing.assert_close(exact(x), ByModule.forward(exact.part, x))
+    assert launched(lambda: exact(x)) == 0
+
+
 def test_who_watches_the_activation_sees_it(registered) -> None:
     model = kernels_ext_npu.kernelize(Block(ByModule()).to("npu"))
     seen = []

@@ -19,6 +19,7 @@ from kernels_ext_npu.binding.loaded_kernels import forward_owner, set_forward
 from kernels_ext_npu.binding.step_aside import guarded_forward
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, MLPS
 from kernels_ext_npu.module_state import has_hooks
+from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from kernels_ext_npu.matching.by_running import Recognised, Settings
 
 _OWNER = "recognised"
+_WHAT = "_kernels_recognised"  # attribute of a forward of ours: what the module was recognised as
+_OTHERS = Reason("settings", "its settings are others now")
 _UNITS: dict[str, Callable[[ModuleType], Callable]] = {
     "SwiGLUMLP": lambda swiglu: swiglu.swiglu,
     "GeGLUMLP": lambda swiglu: swiglu.geglu,
@@ -37,15 +40,16 @@ def find(view: View) -> Iterator[Decision]:
     """Decide of every module that is a norm or a gated MLP by what it computes."""
     for path, module in view.named:
         if (what := view.recognised.get(module)) is not None:
-            present = what.layer if forward_owner(module) == _OWNER else None
+            before = getattr(vars(module).get("forward"), _WHAT, None)  # a method has what its function has
+            present = before and before.layer
             kind = KIND_OF_LAYER[what.layer].in_models
             make = functools.partial(_make_forward, what, type(module).forward)
-            yield Decision(path, module, what.layer, _refusal(module, what), present, kind=kind, make=make)
+            yield Decision(path, module, what.layer, _refusal(module, what, before), present, kind=kind, make=make)
 
 
 def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     """Bind the forwards, and take those out of modules that compute something else by now."""
-    fitting = {decision.module: decision.make for decision in decisions if decision.reason is None}
+    fitting = {decision.module: decision.make for decision in decisions if decision.reason in (None, _OTHERS)}
     forwards = {module: make() for module, make in fitting.items() if make is not None}
     for module in view.owned(_OWNER):
         if vars(module)["forward"].__func__ is not forwards.get(module):
@@ -54,14 +58,16 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
         set_forward(module, forward, _OWNER)
 
 
-def _refusal(module: nn.Module, what: Recognised) -> str | None:
+def _refusal(module: nn.Module, what: Recognised, before: Recognised | None) -> str | None:
     """Return why the layer does not take the place of a module's forward; None if it may."""
     reason = refusals.elsewhere(module) or refusals.unwanted(module, LAYERS[what.layer])
     if reason is not None:
         return reason
     if "forward" in vars(module) and forward_owner(module) is None:
         return "another library has wrapped its forward"
-    return None if _are_unwatched(module, what) else "hooks watch its activation, which the kernel does not call"
+    if not _are_unwatched(module, what):
+        return "hooks watch its activation, which the kernel does not call"
+    return _OTHERS if before not in (None, what) else None
 
 
 def _are_unwatched(module: nn.Module, what: Recognised) -> bool:
@@ -96,7 +102,9 @@ def _forward_with(package: ModuleType, what: Recognised, matched: FunctionType) 
 
     compute = _mlp(package, what) if KIND_OF_LAYER[what.layer] is MLPS else _norm(package, what)
     compute.__qualname__ = f"{_OWNER}.forward"
-    return guarded_forward(compute, matched, holds)
+    forward = guarded_forward(compute, matched, holds)
+    setattr(forward, _WHAT, what)
+    return forward
 
 
 def _mlp(package: ModuleType, what: Recognised) -> FunctionType:

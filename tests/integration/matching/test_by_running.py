@@ -98,6 +98,9 @@ def test_another_setting_is_looked_at_again(registered) -> None:
     assert launched(lambda: model(x)) == 0
     expected = MetaNorm.forward(model.part, x)
     torch.testing.assert_close(model(x), expected)
+    (row,) = [row for row in rows(model) if row.path == "part"]
+    assert not row.swapped
+    assert "its settings are others now; kernelize(model)" in row.reason
     kernels_ext_npu.kernelize(model)
     assert launched(lambda: model(x)) == 1
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-7)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,7 +14,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels_ext_npu.matching import classification
-from kernels_ext_npu.matching.classification import referenced_names
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
@@ -136,14 +134,9 @@ def foreign_sdpa(config: PreTrainedConfig) -> str | None:
 
 
 def _named_in(cls: type[nn.Module]) -> set[type[nn.Module]]:
-    """Return the module classes that the methods of a class and of its bases name, also in dictionaries.
-
-    ``_init_weights`` is left out: it names every class of the file.
-    """
-    bases = [base for base in cls.__mro__ if base is not PreTrainedModel and not base.__module__.startswith("torch.")]
-    own = [(name, value) for base in bases for name, value in vars(base).items() if inspect.isfunction(value)]
-    names = [(method, used) for name, method in own if name != "_init_weights" for used in referenced_names(method)]
-    values = [method.__globals__.get(used) for method, used in names]
+    """Return the module classes that methods name, also in dictionaries; ``_init_weights`` names all of a file."""
+    methods = [value for base in cls.__mro__ for name, value in vars(base).items() if name != "_init_weights"]
+    values = [method.__globals__.get(name) for method in methods for name in classification.referenced_names(method)]
     values += [each for value in values if isinstance(value, dict) for each in value.values()]
     return {value for value in values if _is_module_class(value)}
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kernels_ext_npu.lifecycle.kernelize import kernelize, restore
     from kernels_ext_npu.lifecycle.register import register, unregister
     from kernels_ext_npu.reporting.report import Report, report
-    from kernels_ext_npu.swaps.protocol import Row
+    from kernels_ext_npu.swaps.decision import Row
 
 __version__ = "0.1.0"
 
@@ -32,7 +32,7 @@ __all__ = [
 # Imported when first used: torch must not be imported before softnpu, and --help should not wait for transformers.
 _MODULES = {
     "Report": "reporting.report",
-    "Row": "swaps.protocol",
+    "Row": "swaps.decision",
     "UnsupportedEnvironmentError": "environment",
     "kernelize": "lifecycle.kernelize",
     "load": "distribution.sources",

@@ -93,7 +93,7 @@ def _find_nothing(_: Any) -> Callable[..., Iterator]:
 
 
 def _all_but(name: str) -> Callable[[Any], tuple]:
-    return lambda swaps: tuple(swap for swap in swaps if swap.name != name)
+    return lambda finders: tuple(finder for finder in finders if finder.name != name)
 
 
 def _sum_and_norm(_: Any) -> Callable:
@@ -109,13 +109,13 @@ MECHANISMS = (
         "gate and up as one product",
         ("swaps/gate_up_layout.py", "SwiGLU/torch-ext/swiglu/packing.py"),
         off=(
-            (f"{_SWAPS}.gate_up_layout:_multiplied", lambda _: lambda *_: None),
+            (f"{_SWAPS}.gate_up_layout:WITH_GATE_AND_UP", lambda _: ()),
             (f"{_SWAPS}.gate_up_layout:JOINING", lambda _: ()),
         ),
     ),
     Mechanism(
         "layers with one input computed together",
-        ("swaps/linear/linear_groups.py", "swaps/linear/shared_input_scan.py"),
+        ("swaps/linear/linear_groups.py", "matching/shared_input_scan.py"),
         acts=ADAPTED,
         off=((f"{_SWAPS}.linear.lora:_current_layers", _nothing),),
     ),
@@ -129,20 +129,20 @@ MECHANISMS = (
         "layers with adapters",
         ("swaps/linear/lora.py",),
         acts=ADAPTED,
-        off=((f"{_SWAPS}.linear.lora:_find_adapted", _find_nothing),),
+        off=((f"{_SWAPS}.finders:FINDERS", _all_but("linear layers")),),
     ),
     Mechanism(
         "heads that share a key not repeated",
         ("swaps/shared_heads.py", "matching/repeated_heads_scan.py"),
         acts=(FORWARD, STEP),
-        off=(("kernels_ext_npu.lifecycle.pipeline:SWAPS", _all_but("shared heads")),),
+        off=((f"{_SWAPS}.finders:FINDERS", _all_but("shared heads")),),
         models=("Qwen3-Next-80B-A3B",),
     ),
     Mechanism(
         "sums with the norm behind them",
         ("swaps/add_norm_fusion.py", "matching/residual_norm_scan.py", "matching/layer_loop_scan.py"),
         acts=(TOKEN,),
-        off=(("kernels_ext_npu.lifecycle.pipeline:SWAPS", _all_but("sums and norms")),),
+        off=((f"{_SWAPS}.finders:FINDERS", _all_but("sums and norms")),),
     ),
     Mechanism(
         "writes into a static cache",
@@ -153,7 +153,7 @@ MECHANISMS = (
     Mechanism(
         "the head without logits",
         (
-            "swaps/forward_with_labels.py",
+            "binding/forward_with_labels.py",
             "swaps/loss/lm_head_loss.py",
             "swaps/loss/deferred_logits.py",
             "swaps/loss/gradients.py",
@@ -172,7 +172,7 @@ MECHANISMS = (
     Mechanism(
         "experts by the name of an implementation",
         ("swaps/experts/implementation.py",),
-        off=((f"{_SWAPS}.sequence:SWAPS", _all_but("experts")),),  # which register() installs
+        off=((f"{_SWAPS}.finders:FINDERS", _all_but("experts")),),  # which register() installs
         models=MIXTURES,
     ),
     Mechanism(

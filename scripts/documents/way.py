@@ -32,14 +32,20 @@ WAY = (
     Step(
         "enter",
         "`from_pretrained(use_kernels=True)`, `kernelize(model)` and, with `everywhere=True`, the first call of a "
-        "model go through one sequence.",
-        ("lifecycle.kernelize:kernelize", "lifecycle.use_kernels:install", "lifecycle.pipeline:run"),
+        "model go through one sequence: each finder decides of the sites of its kind, and what it decides is put in.",
+        (
+            "lifecycle.kernelize:kernelize",
+            "lifecycle.use_kernels:install",
+            "lifecycle.pipeline:run",
+            "swaps.decision:Finder",
+            "swaps.decision:Decision",
+        ),
     ),
     Step(
         "match",
         "The syntax tree of the forward of each class, and of the helpers that it calls, is compared with patterns. "
         "What equals one is served by its layer, if nothing on the instance stands against it.",
-        ("swaps.layers:apply", "matching.lookup:find_pattern", "matching.fingerprint:fingerprint"),
+        ("swaps.layers:find", "matching.lookup:find_pattern", "matching.fingerprint:fingerprint"),
     ),
     Step(
         "layers",
@@ -51,46 +57,46 @@ WAY = (
         "functions",
         "Functions that modules call, such as rotary ones and scans, are found in the globals of their forwards, and "
         "compared and swapped alike. One function serves all models of the process.",
-        ("swaps.functions:apply", "matching.function_scan:called_functions"),
+        ("swaps.functions:find", "matching.function_scan:called_functions"),
     ),
     Step(
         "shared heads",
         "Layers that repeat queries and keys for heads that share them, as transformers writes it before a gated delta "
         "rule, hand them to the kernel as they are.",
-        ("swaps.shared_heads:apply", "matching.repeated_heads_scan:without_repeats"),
+        ("swaps.shared_heads:find", "matching.repeated_heads_scan:without_repeats"),
     ),
     Step(
         "attention",
         "What a config calls `sdpa` means the kernel on the NPU; the config stays as it is.",
-        ("swaps.attention:apply", "swaps.attention.calls:kernel_or_sdpa"),
+        ("swaps.attention:find", "swaps.attention.calls:kernel_or_sdpa"),
     ),
     Step(
         "experts",
         "A mixture of experts without an explicit implementation uses the kernel, by the name of one in its config.",
-        ("swaps.experts:apply", "swaps.experts.implementation:npu_grouped_mm"),
+        ("swaps.experts:put", "swaps.experts.implementation:npu_grouped_mm"),
     ),
     Step(
         "loss",
         "The head of a language model hands its loss hidden states: the logits of a training step are not computed, "
         "unless the output still exists when the loss runs backward.",
-        ("swaps.loss.lm_head_loss:apply", "swaps.loss.deferred_logits:DeferredLogits"),
+        ("swaps.loss.lm_head_loss:find", "swaps.loss.deferred_logits:DeferredLogits"),
     ),
     Step(
         "linear",
         "Each linear layer with adapters of peft is one node of autograd, and those that are called with one input are "
         "one.",
-        ("swaps.linear.lora:apply", "swaps.linear.linear_groups:called_next"),
+        ("swaps.linear.lora:find", "swaps.linear.linear_groups:called_next"),
     ),
     Step(
         "gate and up",
         "The two weights of an MLP are laid side by side, so that one product gives both.",
-        ("swaps.gate_up_layout:apply",),
+        ("swaps.gate_up_layout:put",),
     ),
     Step(
         "sums and norms",
         "During decoding, the residual sums behind attention and MLP are fused with the norms that follow.",
         (
-            "swaps.add_norm_fusion:apply",
+            "swaps.add_norm_fusion:put",
             "matching.residual_norm_scan:find_sums",
             "matching.layer_loop_scan:layer_loop",
         ),
@@ -103,8 +109,9 @@ WAY = (
     ),
     Step(
         "report",
-        "Every module and function that a kernel might serve has a row: swapped, or why not.",
-        ("reporting.report:report",),
+        "The same finders look at the model as it is now. Every module and function that a kernel might serve has a "
+        "row: swapped, or why not.",
+        ("reporting.report:report", "swaps.decision:Row"),
     ),
     Step(
         "restore",

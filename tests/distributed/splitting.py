@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DistributedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from kernels_ext_npu.swaps.attention.cp_collectives import Exchange, Gather, Range, Split
+from kernels_ext_npu.context_parallel.collectives import Exchange, Gather, Range, Split
 from tests.distributed import engines, models
 from tests.distributed.models import IMAGE, LENGTH, ROWS, Tensors
 

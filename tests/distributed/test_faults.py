@@ -103,4 +103,4 @@ def test_all_that_share_sequences_with_a_process_that_is_gone_end_with_a_message
     assert reports.pop(1).strip() == ("its process ended" if how == "exit" else "not done in time")
     for report in reports:
         assert re.search(f"RuntimeError: step 1: .*({others})", report), report
-        assert "cp_collectives.py" in report
+        assert "collectives.py" in report

@@ -32,6 +32,7 @@ ROOMS = {
     "pattern": (
         "FlashAttention",
         "integration/kernels_ext_npu/binding",
+        "integration/kernels_ext_npu/context_parallel",
         "integration/kernels_ext_npu/matching",
         "integration/kernels_ext_npu/patterns",
         "integration/kernels_ext_npu/selftest",

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -31,7 +32,7 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.binding import registration, step_aside
-from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, forward_owner, kernel_name, layer_name, package
+from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, forward_owner, kernel_name, layer_name
 from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.distribution import kernels_internals
@@ -123,18 +124,28 @@ def decorates_own(module: nn.Module) -> bool:
     return bound is not None and inspect.unwrap(bound, stop=lambda function: function is own) is own
 
 
-def bound_layer(module: nn.Module) -> str | None:
-    """Return the layer of ours that computes a module, also below wrappers; None if none does."""
+def bound_kernel(module: nn.Module) -> tuple[str, Any] | None:
+    """Return the layer of ours that computes a module, also below wrappers, and its package; None if none does."""
     bound = vars(module).get("forward")
     if bound is None:
         return None
-    owner = getattr(getattr(bound, "__func__", None), OWNER, None) or getattr(own_forward(module), OWNER, None)
-    return owner if owner in LAYERS else None
+    function: Any = getattr(bound, "__func__", None)
+    if not hasattr(function, OWNER):
+        function = own_forward(module)
+    owner = getattr(function, OWNER, None)
+    return (owner, sys.modules[function.__module__.partition(".")[0]]) if owner in LAYERS else None
+
+
+def bound_layer(module: nn.Module) -> str | None:
+    """Return the layer of ours that computes a module, also below wrappers; None if none does."""
+    found = bound_kernel(module)
+    return found[0] if found else None
 
 
 def bound_package(module: nn.Module) -> Any:
     """Return the package of the kernel of ours that computes a module; None if none does."""
-    return None if bound_layer(module) is None else package(own_forward(module))  # type: ignore[arg-type]
+    found = bound_kernel(module)
+    return found[1] if found else None
 
 
 def install(patches: Patches, serves: Callable[[nn.Module, str], bool]) -> None:
@@ -157,6 +168,8 @@ def _replace_forward(serves: Callable[[nn.Module, str], bool], module: nn.Module
         return  # it is in place
     name = layer_name(forward)
     if layer is type(module):  # there is no kernel for the mark; if that is not ours, a layer of ours may stay
+        if "forward" not in vars(module):
+            return
         ours = None if getattr(layer, "kernel_layer_name", None) in LAYERS else bound_layer(module)
         if ours is None or not serves(module, ours):
             put(module, _below_wrappers(module))

@@ -103,6 +103,10 @@ class Patches:
         self._changes.append(_Change(lambda: mapping, None, undo))
         mapping.update(new)
 
+    def at_the_end(self, undo: Callable[[], None]) -> None:
+        """Let `undo` call a function, in the order of the changes."""
+        self._changes.append(_Change(lambda: None, None, undo))
+
     def undo(self) -> None:
         """Take everything back, the newest first, and leave alone what somebody else has changed since.
 

@@ -17,10 +17,10 @@ from transformers.generation.continuous_batching.cache_allocators import SLIDING
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from kernels_ext_npu.binding import registration
+from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.decoding.graphed_forward import GRAPHS, CaptureError, place
 from kernels_ext_npu.swaps.attention.eligibility import serves_config
-from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 
 def install(patches: Patches) -> None:

@@ -11,7 +11,8 @@ from kernels_ext_npu.binding import lazy_swap, registration, use_kernels_flag
 from kernels_ext_npu.binding.devices import assume_npu_if_meta, check_is_module, computes_on
 from kernels_ext_npu.lifecycle import pipeline
 from kernels_ext_npu.lifecycle.register import register
-from kernels_ext_npu.swaps.sequence import SWAPS
+from kernels_ext_npu.swaps import finders
+from kernels_ext_npu.swaps.decision import View
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -86,10 +87,13 @@ def restore(model: Model) -> Model:
     check_is_module("restore", model)
     if not use_kernels_flag.is_noted(model):  # a part of a model, which looks at all of its parts again
         registration.restored.update(model.modules())
-    for module in model.modules():
-        lazy_swap.forget(module)
-    for swap in reversed(SWAPS):
-        swap.revert(model)
+    view = View(model)
+    for _, module in view.named:
+        if module._forward_pre_hooks:
+            lazy_swap.forget(module)
+    for finder in reversed(finders.FINDERS):
+        if finder.revert is not None:
+            finder.revert(view)
     for pretrained in pipeline.outermost(model):
         use_kernels_flag.forget(pretrained)
     return model

@@ -17,8 +17,8 @@ from transformers.integrations.hub_kernels import register_kernel_mapping_transf
 from kernels_ext_npu.binding import registration, use_kernels_flag
 from kernels_ext_npu.binding.devices import assume_npu_if_meta
 from kernels_ext_npu.reporting.report import report
-from kernels_ext_npu.swaps.protocol import Swapping
-from kernels_ext_npu.swaps.sequence import SWAPS
+from kernels_ext_npu.swaps import finders
+from kernels_ext_npu.swaps.decision import Swapping, View
 
 logger = logging.getLogger("kernels_ext_npu")
 
@@ -41,12 +41,10 @@ def run(model: nn.Module, mode: kernels.Mode | None, bind_layers: Callable[[kern
     assert active is not None
     if mode is None:
         mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
-    by_class: dict[type[nn.Module], list[nn.Module]] = {}
-    for module in model.modules():
-        by_class.setdefault(type(module), []).append(module)
-    swapping = Swapping(active, mode, bind_layers, by_class)
-    for swap in SWAPS:
-        swap.apply(model, swapping)
+    view, swapping = View(model), Swapping(active, mode, bind_layers)
+    for finder in finders.FINDERS:
+        if finder.put is not None:
+            finder.put(view, finder.find(view) if finder.find else (), swapping)
     if active.strict:
         _check_strictly(model)
 

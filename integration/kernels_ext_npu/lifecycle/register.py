@@ -63,12 +63,11 @@ def register(
     kernels_internals.check()
     from transformers.distributed import utils
 
-    from kernels_ext_npu.binding import forward_binding, lazy_swap, registration
+    from kernels_ext_npu.binding import lazy_swap, registration
     from kernels_ext_npu.decoding import continuous_batching, generation, static_cache
     from kernels_ext_npu.distribution import sources
     from kernels_ext_npu.lifecycle import use_kernels
-    from kernels_ext_npu.swaps import layers
-    from kernels_ext_npu.swaps.sequence import SWAPS
+    from kernels_ext_npu.swaps import finders
 
     chosen = _chosen(kernels)
     sources.check(source, chosen)
@@ -76,9 +75,9 @@ def register(
     active = registration.Registration(source, strict, chosen, _first_call if everywhere else None, over_packages)
     registration.current = active
     try:
-        forward_binding.install(active.patches, layers.serves)
-        for swap in SWAPS:
-            swap.install(active)
+        for finder in finders.FINDERS:
+            if finder.install is not None:
+                finder.install(active)
         for part in (use_kernels, generation, continuous_batching, static_cache):
             part.install(active.patches)
         if "npu" not in utils.DISTRIBUTED_BACKEND_MAP:
@@ -114,11 +113,9 @@ def unregister() -> None:
     if active is None:
         return
     from kernels_ext_npu.binding import lazy_swap
-    from kernels_ext_npu.swaps import functions
 
     for model in list(active.waiting):
         lazy_swap.forget(model)
-    functions.remove(active)
     active.patches.undo()
 
 

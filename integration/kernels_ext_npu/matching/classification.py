@@ -76,6 +76,7 @@ _GATED = (
     {"wi_0", "wi_1"},
     {"input_linear", "output_linear"},
 )
+PROJECTIONS = frozenset().union(*_GATED)
 
 
 def classify_class(cls: type[nn.Module]) -> Kind | None:
@@ -98,18 +99,14 @@ def classify_class(cls: type[nn.Module]) -> Kind | None:
     return catalogue.ATTENTION if attends(cls) else None
 
 
-def classify_module(module: nn.Module) -> Kind | None:
-    """Return the kind of a module: that of its class, or what its submodules show.
+def classify_instance(module: nn.Module) -> Kind | None:
+    """Return the kind of a module whose class has none, by what its submodules show.
 
     Norms of any other sort count among the norms, so that every module called one is in the report.
     """
-    kind = classify_class(type(module))
-    if kind is not None:
-        return kind
-    pattern = find_pattern(type(module))
+    pattern, name = find_pattern(type(module)), type(module).__name__
     if pattern is not None and pattern.kind is catalogue.PATCHES and module.stride == module.kernel_size:
         return catalogue.PATCHES
-    name = type(module).__name__
     if "norm" in name.lower() and not any(module.children()):
         return catalogue.NORMS
     if _ROUTING_NAMES.search(name) and hasattr(module, "top_k"):
@@ -117,10 +114,19 @@ def classify_module(module: nn.Module) -> Kind | None:
     return catalogue.MLPS if has_gated_projections(module) else None
 
 
+def is_classified_by_name(cls: type[nn.Module]) -> bool:
+    """Tell whether an instance of a class without a kind may have one, by its name or its pattern."""
+    name = cls.__name__
+    return "norm" in name.lower() or _ROUTING_NAMES.search(name) is not None or find_pattern(cls) is not None
+
+
 def has_gated_projections(module: nn.Module) -> bool:
     """Tell whether a module has the projections of a gated MLP, by the names that transformers gives them."""
-    children = {name for name, child in module.named_children() if next(child.parameters(), None) is not None}
-    return any(names <= children for names in _GATED)
+    children = module._modules
+    for names in _GATED:
+        if names <= children.keys() and None not in [next(children[name].parameters(), None) for name in names]:  # type: ignore[union-attr]
+            return True
+    return False
 
 
 def calls_attention_by_name(cls: type[nn.Module]) -> bool:

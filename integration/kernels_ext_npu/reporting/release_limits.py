@@ -12,7 +12,7 @@ from kernels_ext_npu.catalogue import ATTENTION, EXPERTS, LAYERS, ROTARY
 from kernels_ext_npu.machine import cann_releases
 from kernels_ext_npu.machine.cann_releases import Limit, Release
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.swaps.protocol import Row
+from kernels_ext_npu.swaps.decision import Decision, Row, View
 
 # layers whose routing is npu_moe_gating_top_k, by how their names begin
 _GATED = ("SigmoidTopKRouter", "GroupedSoftmaxTopKRouter", "BiasedSoftmaxTopKRouter", "CorrectedSoftmaxTopKRouter")
@@ -21,11 +21,18 @@ _MOST_CHOICES = 32
 _LOCAL_FLOATS = 192 * 1024 // 4  # memory of a vector core; RoPE's one_token.py has the source
 
 
-def reason(row: Row, model: nn.Module, release: Release | None = None) -> Reason | None:
-    """Say what a release, by default of this machine, serves less of a row of a model than a later one; or None."""
-    if release is None:  # as kernels read it when they are loaded
-        release = cann_releases.parse_release(getattr(torch.version, "cann", None))
-    if not row.swapped or not any(limit.holds(release) for limit in cann_releases.LIMITS):
+def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
+    """Say what the release of this machine serves less of what is served in a model than a later one."""
+    release = cann_releases.parse_release(getattr(torch.version, "cann", None))  # as kernels read it when loaded
+    if not any(limit.holds(release) for limit in cann_releases.LIMITS):
+        return {}
+    found = {decision: reason(decision.row(), view.model, release) for decision in served}
+    return {decision: remark for decision, remark in found.items() if remark is not None}
+
+
+def reason(row: Row, model: nn.Module, release: Release) -> Reason | None:
+    """Say what a release serves less of a row of a model than a later one; None if it serves all."""
+    if not row.swapped:
         return None
     limit = _limit(row, model.get_submodule(row.module), model, release)
     if limit is None or not limit.holds(release):

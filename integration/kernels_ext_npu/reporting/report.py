@@ -20,12 +20,16 @@ from kernels_ext_npu.binding import forward_binding, lazy_swap
 from kernels_ext_npu.binding.devices import assume_npu_if_meta, check_is_module
 from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, LAYERS, PROJECTIONS, TABLES
 from kernels_ext_npu.reporting import release_limits
-from kernels_ext_npu.swaps import add_norm_fusion, functions, refusals
-from kernels_ext_npu.swaps.protocol import Row
-from kernels_ext_npu.swaps.sequence import SWAPS
+from kernels_ext_npu.swaps import finders, refusals
+from kernels_ext_npu.swaps.decision import Decision, Row, View
 
 # functions come behind the others, with the tables that rotary ones take, and attention last, as their rows do
 SHOWN = sorted(KINDS, key=lambda kind: (kind is ATTENTION, kind in (*FUNCTIONS, TABLES)))
+
+SHARED = (
+    "Functions are patched process-wide: other models of an architecture run the same kernels, and restore() affects "
+    "all of them."
+)
 
 
 class Report:
@@ -94,7 +98,7 @@ class Report:
         return f"<Report: {self.summary()} swapped>"
 
     def _captions(self) -> list[str]:
-        shared = functions.SHARED if any(row.function is not None and row.swapped for row in self.rows) else None
+        shared = SHARED if any(row.function is not None and row.swapped for row in self.rows) else None
         return [caption for caption in (shared, self.remark) if caption]
 
     def _grouped(self) -> Iterator[tuple[str, str, list[str]]]:
@@ -149,26 +153,36 @@ def report(model: nn.Module) -> Report:
     """
     check_is_module("report", model)
     with assume_npu_if_meta(model):
-        found = [_with_bypass(row, model) for swap in SWAPS for row in swap.rows(model)]
-        if any(map(lazy_swap.waits, model.modules())):
-            found = [_at_first_call(row, model) for row in found]
-        linear_layers = [row for row in found if row.kind == PROJECTIONS.in_models]
-        modules = [row for row in found if row.kind != PROJECTIONS.in_models]
-        return Report(modules, linear_layers, add_norm_fusion.remark(model))
+        view = View(model)
+        found = [d for finder in finders.FINDERS if finder.find for d in finder.find(view) if d.kind is not None]
+        served = [decision for decision in found if decision.is_served]
+        remarks = release_limits.remarks(view, served)
+        for finder in finders.FINDERS:
+            remarks |= finder.remarks(view, served) if finder.remarks else {}
+        remarks |= _bypassed(view, served)
+        rows = [decision.row(remarks.get(decision)) for decision in found]
+        if any(module._forward_pre_hooks and lazy_swap.waits(module) for _, module in view.named):
+            rows = [_at_first_call(row) for row in rows]
+        captions = [caption for finder in finders.FINDERS if finder.caption and (caption := finder.caption(view))]
+        linear_layers = [row for row in rows if row.kind == PROJECTIONS.in_models]
+        modules = [row for row in rows if row.kind != PROJECTIONS.in_models]
+        return Report(modules, linear_layers, "\n".join(captions) or None)
 
 
-def _with_bypass(row: Row, model: nn.Module) -> Row:
-    """Add a remark where another library may compute without calling what was swapped, or a release serves it less."""
-    if not row.swapped or not row.path:
-        return row
-    if row.reason is None and (less := release_limits.reason(row, model)) is not None:
-        row = replace(row, reason=less)
-    around = model.get_submodule(row.path.rpartition(".")[0])
-    foreign = None if forward_binding.decorates_own(around) else forward_binding.foreign_forward(around)
-    return row if foreign is None else replace(row, reason=refusals.bypassed_by(foreign))
+def _bypassed(view: View, served: list[Decision]) -> dict[Decision, str]:
+    """Say where another library may compute without calling what was swapped: it replaced the forward around it."""
+    modules = dict(view.named)
+    paths = [
+        (decision, decision.path if decision.function else decision.path.rpartition(".")[0]) for decision in served
+    ]
+    around = {decision: modules[path] for decision, path in paths if decision.path}
+    foreign: dict[nn.Module, str | None] = {}
+    for module in {*around.values()}:
+        foreign[module] = None if forward_binding.decorates_own(module) else forward_binding.foreign_forward(module)
+    return {decision: refusals.bypassed_by(name) for decision, module in around.items() if (name := foreign[module])}
 
 
-def _at_first_call(row: Row, model: nn.Module) -> Row:
+def _at_first_call(row: Row) -> Row:
     """Replace a reason that will pass by itself when the model is first called, where that is all there is."""
     passes = not row.swapped and getattr(row.reason, "code", None) in ("elsewhere", "not asked for")
     is_left_out = row.kernel in LAYERS and refusals.left_out(LAYERS[row.kernel]) is not None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
@@ -27,7 +28,7 @@ from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_forward, forwa
 from kernels_ext_npu.matching.layer_loop_scan import LayerLoop, layer_loop
 from kernels_ext_npu.matching.residual_norm_scan import Sums, find_sums
 from kernels_ext_npu.module_state import has_hooks
-from kernels_ext_npu.swaps.protocol import Swapping
+from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 
 REPOSITORY = "RMSNorm"
 # the layers that the operator can fuse with a sum
@@ -53,34 +54,29 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def apply(model: nn.Module, swapping: Swapping) -> None:
+def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     """Bind fused forwards to the layers of a swapped model, and to the models that loop over them."""
-    if REPOSITORY not in swapping.registration.kernels:
+    if not registration.uses(REPOSITORY):
         return
-    for cls, modules in swapping.by_class.items():
-        sums = find_sums(cls.forward)
+    fused = set(view.owned(_OWNER))
+    for cls, modules in view.by_class.items():
+        if (sums := find_sums(cls.forward)) is None and fused.isdisjoint(modules):
+            continue
         for module in modules:
             kernel = None if sums is None else _norm_package(module, sums)
-            if kernel is not None or ("forward" in vars(module) and forward_owner(module) == _OWNER):
-                set_forward(module, kernel and _fused_forward(cls.forward, sums, kernel), _OWNER)  # type: ignore[arg-type]
-    lists = [
-        (cls, module, layers)
-        for cls, modules in swapping.by_class.items()
-        for module in modules
-        for layers in module._modules.values()
-        if type(layers) is nn.ModuleList
-    ]
-    loops = {module: cls.forward for cls, module, layers in lists if _OWNER in map(forward_owner, layers)}
-    for _, module, _ in lists:
-        loop = layer_loop(loops[module]) if module in loops else None
-        set_forward(module, loop and _forward_with(loops[module], loop), _LOOP_OWNER)  # type: ignore[arg-type]
+            set_forward(module, kernel and _fused_forward(cls.forward, sums, kernel), _OWNER)  # type: ignore[arg-type]
+    fused = set(view.owned(_OWNER))
+    for _, module in view.named:
+        for layers in module._modules.values():
+            if type(layers) is nn.ModuleList:
+                forward: Any = type(module).forward
+                loop = None if fused.isdisjoint(layers) else layer_loop(forward)
+                set_forward(module, loop and _forward_with(forward, loop), _LOOP_OWNER)  # type: ignore[arg-type]
 
 
-def remark(model: nn.Module) -> str | None:
+def caption(view: View) -> str | None:
     """Say for how many layers of a model sums are computed with their norms; None if for none."""
-    if not registration.is_active():
-        return None
-    counted = Counter(type(m).__name__ for m in model.modules() if forward_owner(m) == _OWNER)
+    counted = Counter(type(module).__name__ for module in view.owned(_OWNER)) if registration.is_active() else {}
     found = ", ".join(f"{count} × {name}" for name, count in counted.items())
     return f"fused add and norm during decoding: {found}" if found else None
 
@@ -223,3 +219,6 @@ def _calls() -> tuple[Any, ...]:
 
 def _is_ours(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").startswith(f"{__name__.partition('.')[0]}.")
+
+
+FINDER = Finder("sums and norms", put=put, caption=caption)

@@ -10,9 +10,11 @@ other devices the kernels compute what the original does.
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pickle import PicklingError
 from types import FunctionType
 from typing import Any
@@ -26,20 +28,44 @@ from kernels_ext_npu.catalogue import LAYERS, ROTARY
 from kernels_ext_npu.distribution import kernels_internals
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.matching.decorated import is_kernel_function, original_function, package_function
-from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
+from kernels_ext_npu.matching.function_scan import CalledFunction
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.swaps import refusals
-from kernels_ext_npu.swaps.protocol import Row, Swapping
+from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 
 _ROTATES = LAYERS[ROTARY.layers[0]]  # the repository of functions that rotate
-SHARED = (
-    "Functions are patched process-wide: other models of an architecture run the same kernels, and restore() affects "
-    "all of them."
-)
 
 
-def apply(model: nn.Module, swapping: Swapping) -> None:
+def install(active: Registration) -> None:
+    """Take the kernels out of all functions when kernels are no longer registered."""
+    active.patches.at_the_end(functools.partial(_take_out, active.function_layers))
+
+
+def find(view: View) -> Iterator[Decision]:
+    """Decide of every function that a kernel may serve and a module calls, once for each module."""
+    called = {cls: facts.functions for cls, facts in view.facts.items() if facts.functions}
+    patterns = {callee: find_pattern(callee.function) for callee in chain.from_iterable(called.values())}
+    for path, module in view.instances(called):
+        for callee in called[type(module)]:
+            pattern = patterns[callee]
+            reason = _refusal(module, callee, pattern)
+            # not where a package computes it, nor for unknown functions that do not rotate
+            is_meant = callee.kind is ROTARY if pattern is None else _is_ours(callee)
+            yield Decision(
+                path,
+                module,
+                pattern.layers[0] if pattern else None,
+                reason,
+                pattern.layers[0] if pattern and reason is None else None,
+                kind=callee.kind.in_models,
+                is_candidate=is_meant and refusals.left_out(pattern.repository if pattern else _ROTATES) is None,
+                function=callee.name,
+                class_name=getattr(original_function(callee.function), "__qualname__", callee.name),
+            )
+
+
+def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     """Let `kernels` bind layers to the functions that a model calls on the NPU.
 
     Functions that other models call on the NPU are bound again, since kernelizing a model on another device unbinds
@@ -47,8 +73,8 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     """
     active = swapping.registration
     taken: dict[nn.Module, str] = {}
-    for cls, modules in swapping.by_class.items():
-        found = called_functions(cls)
+    for cls, modules in view.by_class.items():
+        found = view.facts[cls].functions
         is_here = bool(found) and not all(map(is_elsewhere, modules))
         for callee in found:
             pattern = find_pattern(callee.function)
@@ -61,42 +87,16 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
     kernels_internals.bind_layers(taken, swapping.mode)
 
 
-def revert(model: nn.Module) -> None:
+def revert(view: View) -> None:
     """Put the originals back, in all models that call the same functions."""
-    for function in {callee.function for module in model.modules() for callee in called_functions(type(module))}:
+    for function in {callee.function for facts in view.facts.values() for callee in facts.functions}:
         if is_kernel_function(function):
             forward_binding.take_out(function)
         if registration.current is not None:
             registration.current.function_layers.pop(function, None)
 
 
-def remove(active: Registration) -> None:
-    """Take the kernels out of all functions."""
-    for function in active.function_layers:
-        forward_binding.take_out(function)
-
-
-def rows(model: nn.Module) -> Iterator[Row]:
-    """Describe every function that a kernel may serve and a module of a model calls, once for each module."""
-    for path, module in model.named_modules():
-        for callee in called_functions(type(module)):
-            pattern = find_pattern(callee.function)
-            reason = refusal(module, callee, pattern)
-            # not where a package computes it, nor for unknown functions that do not rotate
-            is_meant = callee.kind is ROTARY if pattern is None else _is_ours(callee)
-            yield Row(
-                path=f"{path}.{callee.name}".lstrip("."),
-                class_name=getattr(original_function(callee.function), "__qualname__", callee.name),
-                kernel=pattern.layers[0] if pattern else None,
-                swapped=reason is None,
-                reason=reason,
-                is_candidate=is_meant and refusals.left_out(pattern.repository if pattern else _ROTATES) is None,
-                kind=callee.kind.in_models,
-                function=callee.name,
-            )
-
-
-def refusal(module: nn.Module, callee: CalledFunction, pattern: Pattern | None) -> str | None:
+def _refusal(module: nn.Module, callee: CalledFunction, pattern: Pattern | None) -> str | None:
     """Return why a module that calls a function, of a pattern, does not run a kernel of ours; None if it does."""
     forward = forward_binding.kernel_forward(callee.function) if is_kernel_function(callee.function) else None
     is_ours = loaded_kernels.layer_name(forward) is not None
@@ -148,3 +148,11 @@ def _by_name(original: FunctionType) -> tuple[Callable[[str], Any], tuple[str]]:
     if not is_kernel_function(pkgutil.resolve_name(place)):
         raise PicklingError(f"Can't pickle {place}: it was replaced in its file; put it back, or save a state dict")
     return pkgutil.resolve_name, (place,)
+
+
+def _take_out(functions: Iterable[nn.Module]) -> None:
+    for function in functions:
+        forward_binding.take_out(function)
+
+
+FINDER = Finder("functions", find, put, install, revert)

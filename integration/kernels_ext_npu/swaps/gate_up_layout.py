@@ -5,6 +5,7 @@ It stays when the kernel is taken out: each weight has a storage of its own ther
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from kernels_ext_npu.binding.devices import awaits_weights
 from kernels_ext_npu.binding.forward_binding import bound_layer, bound_package
 from kernels_ext_npu.binding.loaded_kernels import forward_owner
 from kernels_ext_npu.catalogue import MLPS
-from kernels_ext_npu.swaps.protocol import Swapping
+from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 
 # those that multiply with gate and up, each a projection
 WITH_GATE_AND_UP = tuple([layer for layer in MLPS.layers if not layer.startswith("Fused")])
@@ -21,21 +22,29 @@ WITH_GATE_AND_UP = tuple([layer for layer in MLPS.layers if not layer.startswith
 JOINING = ("SwiGLUMLP", "GeGLUMLP", "ExactGeGLUMLP")
 
 
-def apply(model: nn.Module, swapping: Swapping) -> None:
+def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     """Pack the projections of every swapped MLP where that can be; otherwise its forward multiplies twice."""
-    for module, layer, package in swapping.placed:
-        if layer in WITH_GATE_AND_UP and (pair := _multiplied(module)) is not None:
-            package.packing.pack(*pair)
+    for module, layer, package in view.placed:
+        if layer in WITH_GATE_AND_UP:
+            package.packing.pack(*_multiplied(module, layer, package))
         if layer in MLPS.layers:
             package.packing.meet(module)
 
 
-def why_apart(module: nn.Module) -> str | None:
-    """Return why a swapped MLP multiplies twice; None if it does not, or is no MLP with two projections."""
-    pair = _multiplied(module)
-    if pair is None:
-        return None
-    layout = bound_package(module).packing
+def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
+    """Say of swapped MLPs why they multiply twice, or compute in torch."""
+    found = {d: _remark(d.module, d.present) for d in served if d.present in MLPS.layers}  # type: ignore[arg-type]
+    return {decision: remark for decision, remark in found.items() if remark is not None}
+
+
+def _remark(module: nn.Module, layer: str) -> str | None:
+    package = bound_package(module)
+    if layer in WITH_GATE_AND_UP and (apart := _why_apart(_multiplied(module, layer, package), package.packing)):
+        return f"two products, since {apart}"
+    return package.alignment.unaligned(module) if module.training else None
+
+
+def _why_apart(pair: tuple[Any, Any], layout: Any) -> str | None:
     apart = layout.separate(*pair)
     if apart is None:
         return None
@@ -52,16 +61,11 @@ def called(module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     return gate, up
 
 
-def unaligned(module: nn.Module) -> str | None:
-    """Return why a swapped MLP that is trained computes in torch; None if it does not, or is no MLP."""
-    if not module.training or bound_layer(module) not in MLPS.layers:
-        return None
-    return bound_package(module).alignment.unaligned(module)
-
-
-def _multiplied(module: nn.Module) -> tuple[Any, Any] | None:
+def _multiplied(module: nn.Module, layer: str, package: Any) -> tuple[Any, Any]:
     """Return the layers of a swapped MLP that are laid side by side: of those with adapters what they adapt."""
-    pair = called(module)
-    if pair is None or any(forward_owner(each) != "lora" for each in pair) or bound_layer(module) not in JOINING:
-        return pair
-    return pair[0].base_layer, pair[1].base_layer  # type: ignore[return-value]
+    gate, up, _ = package.packing.projections(module)
+    is_adapted = layer in JOINING and forward_owner(gate) == forward_owner(up) == "lora"
+    return (gate.base_layer, up.base_layer) if is_adapted else (gate, up)
+
+
+FINDER = Finder("gate and up", put=put, remarks=remarks)

@@ -12,8 +12,7 @@ and take the layer that fits by then.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -21,20 +20,19 @@ from transformers.integrations import hub_kernels
 
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.binding import forward_binding, registration
-from kernels_ext_npu.binding.forward_binding import bound_layer, kernel_forward
+from kernels_ext_npu.binding.devices import is_elsewhere
+from kernels_ext_npu.binding.forward_binding import bound_kernel, bound_layer, kernel_forward
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, Kind
 from kernels_ext_npu.distribution import kernels_internals, sources
-from kernels_ext_npu.matching.classification import classify_module, has_gated_projections
-from kernels_ext_npu.matching.indexer_scan import indexer_rewriter
+from kernels_ext_npu.matching.classification import PROJECTIONS, classify_instance, has_gated_projections
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.swaps import gate_up_layout, refusals
+from kernels_ext_npu.swaps import refusals
+from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 from kernels_ext_npu.swaps.experts import serving as experts
 from kernels_ext_npu.swaps.experts.implementation import other_than_ours
-from kernels_ext_npu.swaps.linear import lora
-from kernels_ext_npu.swaps.protocol import Row, Swapping
 
 # kinds of which no kernel is expected to serve all modules
 _PARTLY_SERVED = (catalogue.TABLES, catalogue.LAYER_NORMS, catalogue.PATCHES)
@@ -47,6 +45,7 @@ def install(active: Registration) -> None:
 
     Layers of those that are not used lose the kernel that they had for the NPU.
     """
+    forward_binding.install(active.patches, serves)
     table = hub_kernels.get_kernel_mapping_transformers()
     devices = {layer: {k: kernel for k, kernel in table.get(layer, {}).items() if k != "npu"} for layer in LAYERS}
     used = {layer: repository for layer, repository in LAYERS.items() if repository in active.kernels}
@@ -57,17 +56,34 @@ def install(active: Registration) -> None:
         active.patches.items(given, {layer: {} for layer in LAYERS})
 
 
-def apply(model: nn.Module, swapping: Swapping) -> None:
+def find(view: View) -> list[Decision]:
+    """Decide which layer serves each module of a kind that kernels serve, or that has a kernel."""
+    called_by_name = experts.called_by_name(view)
+    found = []
+    for path, module in view.named:
+        facts = view.facts[type(module)]
+        kernel = bound_kernel(module) if "forward" in vars(module) else None
+        present = kernel[0] if kernel else experts.LAYER if module in called_by_name else None
+        kind = facts.kind
+        if kind is None and (facts.may_have_kind or not PROJECTIONS.isdisjoint(module._modules)):
+            kind = classify_instance(module)
+        if kind is None and present is not None:
+            kind = KIND_OF_LAYER[present]
+        if kind is catalogue.ATTENTION or (kind is catalogue.INDEXERS and facts.is_indexer):  # of another finder
+            kind = None
+        if kind is not None or facts.pattern is not None or present is not None:
+            found.append(_decide(path, module, facts.pattern, present, kind))
+    return found
+
+
+def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     """Take the layers that fit, and take those out that no longer do."""
-    layers: dict[nn.Module, str | None] = {}
-    for cls, modules in swapping.by_class.items():
-        reference = find_pattern(cls)
-        for module in modules:
-            if reference is None and "forward" not in vars(module):
-                continue
-            layers[module] = layer_for(module, reference)
-            if layers[module] != bound_layer(module) and since_swapped(module) is not None:
-                forward_binding.take_out(module)
+    decisions, is_away = list(decisions), is_elsewhere(view.model)
+    layers = {decision.module: _layer_to_put(decision, is_away) for decision in decisions}
+    for decision in decisions:
+        is_over = decision.present is not None and decision.reason is not None
+        if is_over and layers[decision.module] != decision.present:
+            forward_binding.take_out(decision.module)
     swapping.registration.module_layers = layers
     serving: dict[Any, str] = {type(module): layer for module, layer in layers.items() if layer is not None}
     for cls in serving:
@@ -90,101 +106,96 @@ def serves(module: nn.Module, layer: str) -> bool:
         for known in (registration.current.module_layers, registration.current.function_layers):
             if module in known:
                 return layer == known[module]
-    return layer == layer_for(module, find_pattern(type(module)))
+    pattern = find_pattern(type(module))
+    return pattern is not None and _refusal(module, pattern) is None and layer == pattern.layer_for(module)
 
 
-def layer_for(module: nn.Module, reference: Pattern | None) -> str | None:
-    """Return the layer that serves a module, whose forward is that of a pattern, on the NPU; None if none does."""
-    return None if reference is None or refusal(module, reference) is not None else reference.layer_for(module)
-
-
-def refusal(module: nn.Module, reference: Pattern | None) -> str | None:
-    """Return why no kernel can take the place of a module's forward, which is that of a pattern; None if one can."""
-    if reference is None:
+def _decide(path: str, module: nn.Module, pattern: Pattern | None, present: str | None, kind: Kind | None) -> Decision:
+    layer = pattern.layer_for(module) if pattern else None
+    counted = kind.in_models if kind else None
+    if present is not None:
+        return Decision(path, module, layer, _since_swapped(module, pattern, layer, present), present, kind=counted)
+    is_other_norm = isinstance(module, _OTHER_NORMS)
+    reason: str | None
+    if (forward := kernel_forward(module)) is not None:
+        layer, reason = None, refusals.served_by(forward)
+    elif pattern is not None:
+        reason = _refusal(module, pattern)
+    elif is_other_norm:
+        reason = refusals.NO_RMS_NORM
+    else:
         foreign = forward_binding.foreign_forward(module)
-        if foreign is not None:
-            return Reason("replaced", f"another library replaced its forward: {foreign}")
-        return refusals.FORWARD_UNKNOWN
+        replaced = foreign and Reason("replaced", f"another library replaced its forward: {foreign}")
+        reason = replaced or refusals.FORWARD_UNKNOWN
+    is_candidate = kind is not None and not is_other_norm and not _is_other(module, kind, pattern)
+    return Decision(path, module, layer, reason, kind=counted, is_candidate=is_candidate)
+
+
+def _refusal(module: nn.Module, pattern: Pattern) -> str | None:
+    """Return why no kernel can take the place of a module's forward, which is that of a pattern; None if one can."""
     reason = refusals.elsewhere(module) or forward_binding.refuse_wrapper(module)
-    return reason or unwanted(module, reference) or why_not_served(module, reference)
+    return reason or _unwanted(module, pattern) or why_not_served(module, pattern)
 
 
-def unwanted(module: nn.Module, reference: Pattern) -> Reason | None:
+def _unwanted(module: nn.Module, pattern: Pattern) -> Reason | None:
     """Return why somebody does not want the kernel for an instance; None if nobody said so."""
-    if (reason := refusals.unwanted(module, reference.repository)) is not None:
+    if (reason := refusals.unwanted(module, pattern.repository)) is not None:
         return reason
-    asked_for = other_than_ours(module.config) if experts.LAYER in reference.layers else None
+    asked_for = other_than_ours(module.config) if experts.LAYER in pattern.layers else None
     return None if asked_for is None else Reason("named", f"the experts implementation {asked_for} was asked for")
 
 
-def revert(model: nn.Module) -> None:
-    """Give the modules of a model the forwards of their classes, whatever has put another one there."""
-    for module in model.modules():
-        forward_binding.take_out(module)
-
-
-def since_swapped(module: nn.Module) -> str | None:
-    """Return why the kernel of ours in a module's place no longer fits; None if it does, or there is none."""
-    kernel = experts.serving_package(module)
-    if kernel is not None and not kernel.expert_activation.is_current(module):
-        return "its gate reads other values"
-    layer = bound_layer(module)
-    if layer is None:
-        return None
-    reference = find_pattern(type(module))
-    if reference is None:
+def _since_swapped(module: nn.Module, pattern: Pattern | None, layer: str | None, present: str) -> str | None:
+    """Return why the kernel of ours in a module's place no longer fits; None if it does."""
+    if KIND_OF_LAYER[present] is catalogue.EXPERTS:
+        kernel = experts.serving_package(module)
+        if kernel is not None and not kernel.expert_activation.is_current(module):
+            return "its gate reads other values"
+        if bound_layer(module) is None:  # it is called by name
+            return None
+    if pattern is None:
         return refusals.FORWARD_UNKNOWN
-    if reference.rechecks_every_call:
-        return unwanted(module, reference)
-    reason = unwanted(module, reference) or why_not_served(module, reference)
-    if reason is None and reference.layer_for(module) != layer:
-        return f"it is for {reference.layer_for(module)} now, and has {layer}"
-    return reason
+    reason = _unwanted(module, pattern)
+    if reason is not None or pattern.rechecks_every_call:
+        return reason
+    return why_not_served(module, pattern) or (
+        f"it is for {layer} now, and has {present}" if layer != present else None
+    )
 
 
-def rows(model: nn.Module) -> Iterator[Row]:
-    """Describe every module of a model that is of a kind that kernels serve, or that a kernel was swapped into."""
-    for path, module in model.named_modules():
-        kind = classify_module(module) or KIND_OF_LAYER.get(bound_layer(module) or "")
-        if kind not in (None, catalogue.ATTENTION) and not (
-            kind is catalogue.INDEXERS and indexer_rewriter(type(module))
-        ):
-            yield _row(path, module, kind)
+def _layer_to_put(decision: Decision, is_away: bool) -> str | None:
+    """Return the layer that a module is to have; None if none of ours."""
+    module = decision.module
+    if decision.reason is None:
+        stays_behind = is_away and decision.present is not None and is_elsewhere(module)
+        return None if stays_behind else decision.layer
+    if decision.present is None and decision.layer is not None:
+        return None
+    pattern = find_pattern(type(module))  # what is there no longer fits, or is somebody else's: another one may
+    fits = pattern is not None and _refusal(module, pattern) is None
+    return pattern.layer_for(module) if pattern is not None and fits else None
 
 
-def _row(path: str, module: nn.Module, kind: Kind) -> Row:
-    row = functools.partial(Row, path, type(module).__name__, kind=kind.in_models)
-    layer = bound_layer(module) or (experts.LAYER if experts.is_called_by_name(module) else None)
-    if layer is not None:
-        reason = since_swapped(module)
-        return row(layer, reason is None, _remark(module) if reason is None else refusals.changed(module, reason))
-    pattern = find_pattern(type(module))
-    is_candidate = not isinstance(module, _OTHER_NORMS) and not _is_other(module, kind, pattern)
-    if (forward := kernel_forward(module)) is not None:
-        return row(None, False, refusals.served_by(forward), is_candidate)
-    if isinstance(module, _OTHER_NORMS) and pattern is None:
-        return row(None, False, refusals.NO_RMS_NORM, is_candidate)
-    layer = pattern.layer_for(module) if pattern else None
-    return row(layer, False, refusal(module, pattern) or refusals.not_swapped(), is_candidate)
+def _take_out(view: View) -> None:
+    """Give the modules of a model the forwards of their classes, whatever has put another one there."""
+    for _, module in view.named:
+        if "forward" in vars(module):
+            forward_binding.take_out(module)
 
 
-def _remark(module: nn.Module) -> str | None:
-    """Return what is not as fast as it could be in a module that is served."""
-    pair = gate_up_layout.called(module)
-    apart = gate_up_layout.why_apart(module) or (None if pair is None else lora.why_apart(*pair))
-    return f"two products, since {apart}" if apart else gate_up_layout.unaligned(module) or experts.remark(module)
-
-
-def _is_other(module: nn.Module, kind: Kind, reference: Pattern | None) -> bool:
+def _is_other(module: nn.Module, kind: Kind, pattern: Pattern | None) -> bool:
     """Tell whether no kernel in use is meant for a module.
 
     It makes cos and sin, or routes, in another way, or no kernel was wanted for it. Of MLPs it is so for those that are
     only called so: what they multiply with is no pair of projections.
     """
-    if reference is None:
+    if pattern is None:
         is_only_called_so = kind is catalogue.MLPS and not has_gated_projections(module)
         is_rare = kind in (catalogue.ROUTERS, catalogue.ACTIVATIONS, *_PARTLY_SERVED)
         return is_rare or is_only_called_so or module in registration.restored
-    if refusals.unwanted(module, reference.repository) is not None:
+    if refusals.unwanted(module, pattern.repository) is not None:
         return True
-    return kind in _PARTLY_SERVED and why_not_served(module, reference) is not None
+    return kind in _PARTLY_SERVED and why_not_served(module, pattern) is not None
+
+
+FINDER = Finder("layers", find, put, install, _take_out)

@@ -8,32 +8,33 @@ process, so each call checks that the kernel is still in place.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
+from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.forward_binding import bound_layer
-from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_forward, set_forward
+from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_forward
 from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.matching.repeated_heads_scan import without_repeats
-from kernels_ext_npu.swaps.protocol import Swapping
+from kernels_ext_npu.swaps.decision import Decision, Finder, View, bind_forwards
 
 REPOSITORY = "LinearAttention"
 _SHARING = ("ChunkGatedDeltaRule", "FusedRecurrentGatedDeltaRule")  # layers that take fewer heads of queries and keys
 _OWNER = "shared_heads"
 
 
-def apply(model: nn.Module, swapping: Swapping) -> None:
-    """Skip repeating queries and keys in layers of a model where the kernel supports grouped heads."""
-    if REPOSITORY not in swapping.registration.kernels:
-        return
-    for cls, modules in swapping.by_class.items():
-        if (forward := _sharing_forward(cls, cls.forward)) is not None:  # type: ignore[arg-type]
-            for module in modules:
-                set_forward(module, forward, _OWNER)
+def find(view: View) -> Iterator[Decision]:
+    """Decide to skip repeating queries and keys in layers where the kernel supports grouped heads."""
+    if registration.uses(REPOSITORY):
+        for cls, modules in view.by_class.items():
+            make: Any = functools.partial(_sharing_forward, cls, cls.forward)  # type: ignore[arg-type]
+            if make() is not None:
+                yield from [Decision("", module, make=make) for module in modules]
 
 
 def _shares(callee: CalledFunction) -> bool:
@@ -62,3 +63,6 @@ def _sharing_forward(cls: type[nn.Module], original: FunctionType) -> FunctionTy
 
     setattr(forward, MATCHED, original)
     return forward  # type: ignore[return-value]
+
+
+FINDER = Finder("shared heads", find, functools.partial(bind_forwards, _OWNER))

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import kernels_ext_npu
 from kernels_ext_npu.swaps import functions
-from kernels_ext_npu.swaps.protocol import Row
+from kernels_ext_npu.swaps.decision import Row, View
 from tests.support import npu_counts, served, zoo
 from tests.support.nearness import TOLERANCE, assert_gradients_near, assert_near, gradients
 from tests.support.served import kernelized
@@ -68,7 +68,7 @@ def test_a_model_gives_what_transformers_own_functions_give(name: str) -> None:
     model = kernelized(name)
     found = outcome(name, model)
     assert any(row.swapped for row in rows(model).values())
-    functions.revert(model)
+    functions.revert(View(model))
     original = zoo.build(name)
     expected = outcome(name, original)
     assert not any(row.swapped for row in rows(original).values())

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 import kernels_ext_npu
 from kernels_ext_npu.matching.repeated_heads_scan import without_repeats
 from kernels_ext_npu.swaps import functions
+from kernels_ext_npu.swaps.decision import View
 from tests.support import npu_counts, zoo
 from tests.support.nearness import assert_gradients_near, assert_near, gradients
 from tests.support.served import kernelized
@@ -43,7 +44,7 @@ def test_heads_are_repeated_again_once_the_delta_rule_is_restored(name: str) -> 
     """A function goes back for all models of a process, of which others keep their forwards."""
     model = kernelized(name).train()
     shared = zoo.logits(name, model, use_cache=False)
-    functions.revert(model)
+    functions.revert(View(model))
     assert repeats(model, name) == 2 * len(mixers(model))
     assert_near(zoo.logits(name, model, use_cache=False), shared)
     kernels_ext_npu.kernelize(model)

@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.utils import import_utils
 
 from kernels_ext_npu.binding import registration
+from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.inspection.counting.counts import Counts, Layer
 from kernels_ext_npu.inspection.counting.dispatch import Axes, Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
@@ -25,7 +26,6 @@ from kernels_ext_npu.inspection.counting.memory import weight_bytes
 from kernels_ext_npu.inspection.counting.repetition import Kind, NotRepeatableError, few, find_kinds
 from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.measuring.roofline import Soc
-from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.transformers_internals import cache_parameter
 
 Inputs = dict[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels_ext_npu.binding import forward_binding, registration
 from kernels_ext_npu.binding.devices import compute_device, is_elsewhere
+from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import ATTENTION, INDEXERS
-from kernels_ext_npu.matching.classification import BIASED, UNNAMED, attends, without_code
+from kernels_ext_npu.matching.classification import BIASED, UNNAMED, without_code
 from kernels_ext_npu.matching.learned_mask_scan import has_learned_mask
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.attention import (
@@ -30,8 +31,7 @@ from kernels_ext_npu.swaps.attention import (
     mla_absorb,
 )
 from kernels_ext_npu.swaps.attention.attn_implementation import check_and_adjust, set_implementation
-from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
-from kernels_ext_npu.swaps.protocol import Row, Swapping
+from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 from kernels_ext_npu.transformers_internals import sdpa_drops_biases
 
 LEARNED_BIAS = "it adds a learned bias to scores, which transformers' sdpa drops on NPUs"
@@ -72,16 +72,38 @@ def install(registration: Registration) -> None:
     flash_attention_requested.patch_files({name for name in sys.modules if name.startswith("transformers.")}, patches)
 
 
-def apply(model: nn.Module, swapping: Swapping) -> None:
+def find(view: View) -> Iterator[Decision]:
+    """Decide of every module of a model that computes attention, or chooses keys for it."""
+    name = NPU_FLASH_ATTENTION.name
+    concerned = [cls for cls, facts in view.facts.items() if facts.is_indexer or facts.attends]
+    for path, module in view.instances(concerned):
+        facts, reason = view.facts[type(module)], _refusal(module)
+        present = name if reason is None else None
+        if facts.is_indexer:
+            yield Decision(path, module, name, reason, present, kind=INDEXERS.in_models, is_candidate=False)
+        if facts.attends:
+            layer = name if eligibility.class_refusal(type(module)) is None else None
+            is_candidate = reason is None
+            yield Decision(path, module, layer, reason, present, kind=ATTENTION.in_models, is_candidate=is_candidate)
+
+
+def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
+    """Say of attention that the kernel computes what is not as fast as it could be, or not as without kernels."""
+    found = {d: _remark(view.model, d.path, d.module) for d in served if d.kind == ATTENTION.in_models}
+    return {decision: remark for decision, remark in found.items() if remark is not None}
+
+
+def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     """Let the kernel compute the attention of a model, but not of parts that restore() was called for."""
-    for module in swapping.modules:
+    for _, module in view.named:
         if eligibility.KERNEL_DISABLED in vars(module) and module not in registration.restored:
             delattr(module, eligibility.KERNEL_DISABLED)
-        if isinstance(module, PreTrainedModel) and module not in registration.restored:
-            eligibility.forget_restored(module.config)
+    for model in _models(view):
+        if model not in registration.restored:
+            eligibility.forget_restored(model.config)
     if NPU_FLASH_ATTENTION.is_registered():
         patches = swapping.registration.patches
-        for cls in {base for each in swapping.by_class for base in each.__mro__}:
+        for cls in {base for each in view.by_class for base in each.__mro__}:
             for name, replacement_for in _METHODS.items():
                 ours = replacement_for(cls, vars(cls)[name]) if name in vars(cls) else None
                 if ours is not None and not patches.knows(cls, name):
@@ -89,32 +111,20 @@ def apply(model: nn.Module, swapping: Swapping) -> None:
         registration.try_package(NPU_FLASH_ATTENTION.repository)
 
 
-def revert(model: nn.Module) -> None:
+def revert(view: View) -> None:
     """Let a model compute its attention without the kernel, and its config name what it named before."""
-    attn_implementation.take_out(model)
-    for module in model.modules():
-        if eligibility.calls_by_name(module) or indexers.is_indexer(module):
-            setattr(module, eligibility.KERNEL_DISABLED, True)
-        if isinstance(module, PreTrainedModel):
-            eligibility.note_restored(module.config)
+    calling = [cls for cls, facts in view.facts.items() if facts.names_attention]
+    modules = [module for _, module in view.instances(calling) if eligibility.calls_by_name(module)]
+    attn_implementation.take_out(_models(view), modules)
+    indexers = view.instances([cls for cls, facts in view.facts.items() if facts.is_indexer])
+    for module in (*modules, *(module for _, module in indexers)):
+        setattr(module, eligibility.KERNEL_DISABLED, True)
+    for model in _models(view):
+        eligibility.note_restored(model.config)
 
 
-def rows(model: nn.Module) -> Iterator[Row]:
-    """Describe every module of a model that computes attention, or chooses keys for it."""
-    for path, module in model.named_modules():
-        name, kernel = type(module).__name__, NPU_FLASH_ATTENTION.name
-        if indexers.is_indexer(module):
-            reason = _refusal(module)
-            yield Row(path, name, kernel, reason is None, reason, is_candidate=False, kind=INDEXERS.in_models)
-        if not attends(type(module)):
-            continue
-        if (reason := _refusal(module)) is not None:
-            served = kernel if eligibility.class_refusal(type(module)) is None else None
-            yield Row(path, name, served, False, reason, is_candidate=False, kind=ATTENTION.in_models)
-        else:
-            foreign = forward_binding.foreign_forward(module)
-            remark = refusals.bypassed_by(foreign) if foreign else _remark(module) or _learned_bias(model, path, module)
-            yield Row(path, name, kernel, True, remark, kind=ATTENTION.in_models)
+def _models(view: View) -> list[PreTrainedModel]:
+    return [m for _, m in view.instances([cls for cls in view.by_class if issubclass(cls, PreTrainedModel)])]  # type: ignore
 
 
 def _refusal(module: nn.Module) -> str | None:
@@ -135,18 +145,15 @@ def _refusal(module: nn.Module) -> str | None:
     return foreign and f"another library has replaced the attention implementation sdpa: {foreign}"
 
 
-def _remark(module: nn.Module) -> str | None:
-    """Return why the kernel computes the attention of a module in torch, with all scores in memory; None if not."""
+def _remark(model: nn.Module, path: str, module: nn.Module) -> str | None:
+    """Return what there is to say of attention that the kernel computes; None if nothing."""
+    if (foreign := forward_binding.foreign_forward(module)) is not None:
+        return refusals.bypassed_by(foreign)
     if is_elsewhere(module):
         return f"in torch, since it is on {compute_device(module)}"
     limit = eligibility.limit(module, *_dtype_and_softcap(module))
-    if limit in (eligibility.IN_FLOAT64, eligibility.CAPPED, BIASED):
+    if limit in (eligibility.IN_FLOAT64, eligibility.CAPPED, BIASED):  # with all scores in memory
         return f"in torch, {'where' if limit is BIASED else 'since'} {without_code(limit)}"
-    return None
-
-
-def _learned_bias(model: nn.Module, path: str, module: nn.Module) -> str | None:
-    """Say that the kernel adds a bias that transformers' ``sdpa`` drops, where it does."""
     is_added = not eligibility.is_eager_by_default(type(module.config)) and has_learned_mask(model, path)
     return LEARNED_BIAS if is_added and sdpa_drops_biases() else None
 
@@ -155,3 +162,6 @@ def _dtype_and_softcap(module: nn.Module) -> tuple[torch.dtype, Any]:
     is_in_float64 = any(parameter.dtype == torch.float64 for parameter in module.parameters())
     dtype = torch.float64 if is_in_float64 else torch.float32
     return dtype, getattr(module, "attn_logit_softcapping", None)
+
+
+FINDER = Finder("attention", find, put, install, revert, remarks)

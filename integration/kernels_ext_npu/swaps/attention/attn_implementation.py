@@ -12,10 +12,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kernels_ext_npu.binding import registration
+from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.distribution import sources
 from kernels_ext_npu.swaps.attention import flash_attention_requested
 from kernels_ext_npu.swaps.attention.eligibility import ASKED, BY_DEFAULT, EAGER, RESTORED, needs_mask_tensor
-from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 _ON_HUB = re.compile(rf"{sources.ORGANISATION}/{NPU_FLASH_ATTENTION.repository}(@[^:]*)?(:attention_forward)?")
 
@@ -33,14 +33,17 @@ def canonical_name(requested: Any) -> Any:
     return NPU_FLASH_ATTENTION.name if isinstance(requested, str) and _ON_HUB.fullmatch(requested) else requested
 
 
-def take_out(model: nn.Module) -> None:
-    """Put back what the configs of a model named before ours, or else transformers' default."""
-    inner_first = reversed(list(model.modules()))
-    for module in sorted(inner_first, key=lambda each: not isinstance(each, PreTrainedModel)):
-        for config in _tree(getattr(module, "config", None)):
-            is_own = isinstance(module, PreTrainedModel) and config is module.config
-            default = module.get_correct_attn_implementation(None) if is_own else EAGER  # which every part of one has
-            NPU_FLASH_ATTENTION.take_out(config, default)
+def take_out(models: list[PreTrainedModel], attending: list[nn.Module]) -> None:
+    """Put back what configs named before ours, or else transformers' default.
+
+    Args:
+        models: outer ones before the models in them.
+        attending: the modules in them that call attention by name.
+    """
+    for model in reversed(models):
+        NPU_FLASH_ATTENTION.take_out(model.config, model.get_correct_attn_implementation(None))
+    for config in {id(config): config for module in (*models, *attending) for config in _tree(module.config)}.values():
+        NPU_FLASH_ATTENTION.take_out(config, "eager")  # which every part of a model has
 
 
 def check_and_adjust(

@@ -25,9 +25,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.swaps.attention import context_parallel, eligibility, indexers, mla_absorb
-from kernels_ext_npu.swaps.attention import sequence_parallel_guards as guards
-from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
+from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
+from kernels_ext_npu.context_parallel import attention as context_parallel
+from kernels_ext_npu.context_parallel import guards
+from kernels_ext_npu.swaps.attention import eligibility, indexers, mla_absorb
 
 _makes_positions: ContextVar[bool] = ContextVar("_makes_positions", default=False)
 

@@ -13,10 +13,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
-from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 Answer = TypeVar("Answer")
 

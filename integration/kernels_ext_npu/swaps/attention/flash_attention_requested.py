@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers.utils import generic
 from transformers.utils.generic import is_flash_attention_requested
 
+from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.swaps.attention.eligibility import uses_kernel
-from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 
 _MASKS, _TOWERS = "transformers.masking_utils", "transformers.vision_utils"
 _ANSWERED = (_MASKS, _TOWERS, "transformers.models.")  # the modules of transformers whose question is answered here

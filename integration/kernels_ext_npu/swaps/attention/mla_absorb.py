@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
+from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.matching.fingerprint import computes_as
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.swaps.attention import eligibility, indexers
 from kernels_ext_npu.swaps.attention.head_products import HeadProducts
 from kernels_ext_npu.swaps.linear.plain_linear import why_not_plain
-from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.transformers_internals import cells
 
 _TP_FORWARD = "transformers.distributed.tensor_parallel", "TensorParallelLayer.install_forward.<locals>.tp_forward"

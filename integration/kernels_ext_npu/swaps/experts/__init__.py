@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -9,10 +10,10 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kernels_ext_npu.binding.forward_binding import kernel_forward
+from kernels_ext_npu.binding.named_implementation import NPU_GROUPED_MM
 from kernels_ext_npu.binding.registration import Registration
+from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 from kernels_ext_npu.swaps.experts import implementation, serving
-from kernels_ext_npu.swaps.named_implementation import NPU_GROUPED_MM
-from kernels_ext_npu.swaps.protocol import Swapping
 
 # layer -> the submodule that it computes without calling it
 _BYPASSED = {
@@ -31,25 +32,28 @@ def install(registration: Registration) -> None:
         patches.method(PreTrainedModel, "set_experts_implementation", implementation.set_implementation, is_in_use)
 
 
-def apply(model: nn.Module, swapping: Swapping) -> None:
+def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     """Let the kernel recognise the activations of experts, and remember the forwards of submodules that it bypasses.
 
     It does so now, since it cannot while a graph is captured.
     """
-    for module, layer, package in swapping.placed:
+    for module, layer, package in view.placed:
         if (name := _BYPASSED.get(layer)) is not None:
             bypassed: Any = getattr(module, name)
             first = bypassed[0] if isinstance(bypassed, nn.ModuleList) else bypassed
             package.expert_lists.remember_forward(bypassed, kernel_forward(first))
-    for module, kernel in serving.served(swapping.modules):
+    for module, kernel in serving.served(view):
         if not kernel.expert_activation.is_current(module):
             kernel.expert_activation.forget(module)
         kernel.expert_activation.recognised_activation(module)
 
 
-def revert(model: nn.Module) -> None:
+def revert(view: View) -> None:
     """Give a model the default back, and forget its gates."""
-    for module, kernel in serving.served([*model.modules()]):
+    for module, kernel in serving.served(view):
         kernel.expert_activation.forget(module)
-    for module in filter(serving.is_experts, model.modules()):  # one config is that of many
+    for module in serving.experts(view):  # one config is that of many
         NPU_GROUPED_MM.take_out(module.config, implementation.DEFAULT)
+
+
+FINDER = Finder("experts", put=put, install=install, revert=revert, remarks=serving.remarks)

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from kernels_ext_npu.binding import forward_binding, registration
+from kernels_ext_npu.binding.named_implementation import NPU_GROUPED_MM
 from kernels_ext_npu.swaps.experts.serving import is_experts
-from kernels_ext_npu.swaps.named_implementation import NPU_GROUPED_MM
 
 DEFAULT = "grouped_mm"  # transformers' default
 

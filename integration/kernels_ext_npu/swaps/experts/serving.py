@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.devices import awaits_weights, is_elsewhere
-from kernels_ext_npu.binding.forward_binding import bound_layer, bound_package, kernel_forward
+from kernels_ext_npu.binding.forward_binding import bound_package, kernel_forward
+from kernels_ext_npu.binding.named_implementation import NPU_GROUPED_MM
+from kernels_ext_npu.catalogue import EXPERTS
 from kernels_ext_npu.matching.fingerprint import is_experts_class
 from kernels_ext_npu.module_state import has_hooks
-from kernels_ext_npu.swaps.named_implementation import NPU_GROUPED_MM
+from kernels_ext_npu.swaps.decision import Decision, View
 
 LAYER = "MoEExperts"  # what the implementation calls by name
 WITH_LISTS = ("SparseMoEBlock", "GatedMoEBlock")  # the layers that serve blocks with a list of experts
@@ -39,16 +40,30 @@ def serving_package(module: nn.Module) -> Any:
     return active.packages.get(NPU_GROUPED_MM.repository) if active and is_called_by_name(module) else None
 
 
-def served(modules: Sequence[nn.Module]) -> list[tuple[Any, Any]]:
-    """Return the experts among some modules that are served, each with the package of the kernel."""
-    classes = {cls for cls in {type(module) for module in modules} if is_experts_class(cls)}
-    found = [module for module in modules if type(module) in classes]
-    return [(module, kernel) for module in found if (kernel := serving_package(module)) is not None]
+def experts(view: View) -> list[Any]:
+    """Return the modules of a model whose forward calls the implementation that their config names."""
+    return [module for cls, facts in view.facts.items() if facts.is_experts for module in view.by_class[cls]]
 
 
-def remark(module: nn.Module) -> str | None:
-    """Return what is not as fast as it could be in experts, or in a block with a list of them, that are served."""
-    if bound_layer(module) in WITH_LISTS and not awaits_weights():
+def called_by_name(view: View) -> set[nn.Module]:
+    """Return the experts of a model whose forwards end in our implementation."""
+    return set(filter(is_called_by_name, experts(view)))
+
+
+def served(view: View) -> list[tuple[Any, Any]]:
+    """Return the experts of a model that are served, each with the package of the kernel."""
+    return [(module, kernel) for module in experts(view) if (kernel := serving_package(module)) is not None]
+
+
+def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
+    """Say what is not as fast as it could be in experts, or in blocks with a list of them, that are served."""
+    found = {decision: _remark(decision) for decision in served if decision.kind == EXPERTS.in_models}
+    return {decision: remark for decision, remark in found.items() if remark is not None}
+
+
+def _remark(decision: Decision) -> str | None:
+    module = decision.module
+    if decision.present in WITH_LISTS and not awaits_weights():
         reason = bound_package(module).expert_lists.unfit(module)
         return reason and f"expert by expert, since {reason}"
     kernel = serving_package(module)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from types import FunctionType
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.binding.loaded_kernels import class_forward, forward_owner, set_forward
-from kernels_ext_npu.swaps.linear.shared_input_scan import layers_of_one_input
+from kernels_ext_npu.matching.shared_input_scan import layers_of_one_input
+from kernels_ext_npu.swaps.decision import View
 
 LORA = "lora"  # the owner of forwards of layers with adapters
 _OWNER = "linear_groups"
@@ -33,12 +34,14 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def apply(modules: Iterable[nn.Module], served: Set[nn.Module]) -> None:
+def put(view: View, served: Set[nn.Module]) -> None:
     """Bind the grouping forward to modules in which all layers of one input are served, and remove it from others."""
-    for module in modules:
-        is_one = not served.isdisjoint(module._modules.values()) and any(shared_input_groups(module))
-        if is_one or "forward" in vars(module):
-            set_forward(module, _grouped_forward(type(module).forward) if is_one else None, _OWNER)  # type: ignore[arg-type]
+    for module in view.owned(_OWNER):
+        if not any(shared_input_groups(module)):
+            set_forward(module, None, _OWNER)
+    for _, module in view.named if served else ():
+        if not served.isdisjoint(module._modules.values()) and any(shared_input_groups(module)):
+            set_forward(module, _grouped_forward(type(module).forward), _OWNER)  # type: ignore[arg-type]
 
 
 def shared_input_groups(module: nn.Module) -> Iterator[list[nn.Module]]:

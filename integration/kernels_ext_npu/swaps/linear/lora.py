@@ -11,7 +11,7 @@ import ast
 import functools
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -21,16 +21,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import dropout as dropouts
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.binding.loaded_kernels import class_forward, forward_owner, set_forward
-from kernels_ext_npu.catalogue import PROJECTIONS
+from kernels_ext_npu.binding.loaded_kernels import class_forward, forward_owner
+from kernels_ext_npu.catalogue import MLPS, PROJECTIONS
 from kernels_ext_npu.matching.source_tree import function_tree
 from kernels_ext_npu.module_state import TORCH_CALL, has_hooks
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import gate_up_layout, refusals
+from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View, bind_forwards
 from kernels_ext_npu.swaps.linear import linear_groups
 from kernels_ext_npu.swaps.linear.linear_groups import LORA
 from kernels_ext_npu.swaps.linear.plain_linear import qualified_name, why_not_plain
-from kernels_ext_npu.swaps.protocol import Row, Swapping
 
 REPOSITORY = "Linear"
 NAME = "lora_linear"
@@ -57,33 +57,55 @@ class _Layer(NamedTuple):
         return len(self.adapters) == 1 and self.adapters[0][3] == 0
 
 
-def apply(model: nn.Module, swapping: Swapping) -> None:
+def find(view: View) -> list[Decision]:
+    """Decide of every linear layer of a model, and of every one with adapters in place of what it adapts."""
+    library: Any = sys.modules.get(_LIBRARY)
+    adapting = {cls for cls in view.by_class if library is not None and issubclass(cls, library.LoraLayer)}
+    is_sharded = bool(adapting) and any(issubclass(cls, FSDPModule) for cls in view.by_class)
+    parts = {part for cls in adapting for module in view.by_class[cls] for part in module.modules()}
+    linear = [cls for cls in view.by_class if issubclass(cls, nn.Linear)]
+    found = []
+    for path, module in view.instances((*adapting, *linear)):
+        if type(module) in adapting:
+            make: Any = functools.partial(_make_forward, type(module).forward)  # type: ignore[arg-type]
+            reason, present = _refusal(module, is_sharded), NAME if forward_owner(module) == LORA else None
+        elif module in parts or ("forward" in vars(module) and forward_owner(module) is not None):
+            continue
+        else:
+            make, reason, present = None, PLAIN, None
+        kind = PROJECTIONS.in_models
+        found.append(Decision(path, module, None, reason, present, kind=kind, is_candidate=False, make=make))
+    return found
+
+
+def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     """Bind forwards to a model's layers with adapters, and let those of one input be computed together."""
-    adapted = {module: reason is None for _, module, reason in _find_adapted(model)}
-    for module, is_served in adapted.items():
-        kernel = registration.package(REPOSITORY) if is_served else None
-        set_forward(module, kernel and _forward_with(kernel, type(module).forward), LORA)  # type: ignore[arg-type]
-    linear_groups.apply(swapping.modules, {module for module, is_served in adapted.items() if is_served})
+    decisions = [decision for decision in decisions if decision.make is not None]
+    bind_forwards(LORA, view, decisions, swapping)
+    adapted = {decision.module for decision in decisions if decision.reason is None}
+    linear_groups.put(view, adapted)
 
 
-def rows(model: nn.Module) -> Iterator[Row]:
-    """Describe every linear layer of a model, and every one with adapters in place of what it adapts."""
-    adapted, together = {module: reason for _, module, reason in _find_adapted(model)}, _called_together(model)
-    parts = {part for module in adapted for part in module.modules()} - adapted.keys()
-    for path, module in model.named_modules():
-        row = functools.partial(Row, path, type(module).__name__, is_candidate=False, kind=PROJECTIONS.in_models)
-        if module in adapted:
-            reason = adapted[module]
-            if forward_owner(module) != LORA:
-                yield row(None, False, reason or refusals.not_swapped())
-            elif reason is not None:
-                yield row(None, False, refusals.changed(module, reason))
-            else:
-                yield row(
-                    NAME, True, PAUSED if _current_layer(module, is_sharded=True) is PAUSED else together.get(module)
-                )
-        elif isinstance(module, nn.Linear) and module not in parts and forward_owner(module) is None:
-            yield row(None, False, PLAIN)
+def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
+    """Say what is computed together with adapted layers, and why MLPs with two such layers multiply twice."""
+    found: dict[Decision, str | None] = {}
+    by_module = {decision.module: decision for decision in served if decision.present == NAME}
+    if not by_module:
+        return {}
+    for _, parent in view.named:
+        pair = gate_up_layout.called(parent)
+        for group in linear_groups.shared_input_groups(parent) if pair is None else [pair]:
+            if _current_layers(group, is_sharded=True) is not None:  # in a call FSDP2 has gathered them
+                names = [name for name, child in parent.named_children() if child in group]
+                found |= {
+                    by_module[layer]: f"one node with {', '.join(names)}" for layer in group if layer in by_module
+                }
+    found |= {d: PAUSED for module, d in by_module.items() if _current_layer(module, is_sharded=True) is PAUSED}
+    for decision in served:
+        pair = gate_up_layout.called(decision.module) if decision.kind == MLPS.in_models else None
+        apart = None if pair is None else why_apart(*pair)
+        found[decision] = f"two products, since {apart}" if apart else found.get(decision)
+    return {decision: remark for decision, remark in found.items() if remark}
 
 
 def why_apart(*pair: nn.Module) -> str | None:
@@ -102,17 +124,6 @@ def why_apart(*pair: nn.Module) -> str | None:
     if len({layer.adapters[0][2] for layer in layers}) > 1:
         return "their adapters differ in scale"
     return None
-
-
-def _find_adapted(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
-    """Yield the layers with adapters of a model: path, module, and why the kernel does not compute it, or None."""
-    library = sys.modules.get(_LIBRARY)
-    if library is None:
-        return
-    found = [(path, module) for path, module in model.named_modules() if isinstance(module, library.LoraLayer)]
-    is_sharded = bool(found) and any(isinstance(module, FSDPModule) for module in model.modules())
-    for path, module in found:
-        yield path, module, _refusal(module, is_sharded)
 
 
 def _refusal(module: Any, is_sharded: bool) -> str | None:
@@ -138,16 +149,8 @@ def _is_written(forward: FunctionType) -> bool:
     return any(ast.unparse(node) == _WRITTEN for node in assignments)
 
 
-def _called_together(model: nn.Module) -> dict[nn.Module, str]:
-    """Return a remark for each layer that is computed in one node with others: their names."""
-    found: dict[nn.Module, str] = {}
-    for parent in model.modules():
-        pair = gate_up_layout.called(parent)
-        for group in linear_groups.shared_input_groups(parent) if pair is None else [pair]:
-            if _current_layers(group, is_sharded=True) is not None:  # in a call FSDP2 has gathered them
-                names = [name for name, child in parent.named_children() if child in group]
-                found |= dict.fromkeys(group, f"one node with {', '.join(names)}")
-    return found
+def _make_forward(matched: FunctionType) -> FunctionType:
+    return _forward_with(registration.package(REPOSITORY), matched)
 
 
 @functools.cache
@@ -255,3 +258,6 @@ def _dropout(module: nn.Module) -> float | nn.Module:
     if module.inplace or module.p >= 1:
         return module
     return module.p if module.training else 0.0
+
+
+FINDER = Finder("linear layers", find, put, remarks=remarks)

@@ -23,16 +23,16 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.binding.loaded_kernels import class_forward, forward_owner, set_forward
+from kernels_ext_npu.binding.forward_with_labels import forward_with_labels
+from kernels_ext_npu.binding.loaded_kernels import class_forward, forward_owner
 from kernels_ext_npu.catalogue import HEADS
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.swaps import refusals
-from kernels_ext_npu.swaps.forward_with_labels import forward_with_labels
+from kernels_ext_npu.swaps.decision import Decision, Finder, View, bind_forwards
 from kernels_ext_npu.swaps.linear.plain_linear import why_not_plain
 from kernels_ext_npu.swaps.loss.deferred_logits import defer
 from kernels_ext_npu.swaps.loss.gradients import Call
 from kernels_ext_npu.swaps.loss.steps import Product
-from kernels_ext_npu.swaps.protocol import Row, Swapping
 
 REPOSITORY = "CrossEntropy"
 NAME = "linear_cross_entropy"
@@ -43,36 +43,33 @@ _LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
 _last_calls: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()  # by head
 
 
-def apply(model: nn.Module, swapping: Swapping) -> None:
-    """Let the heads of a model defer their logits, where they may."""
-    for path, head, owner in find_heads(model):
-        is_served = refusal(path, head, owner) is None
-        forward = _forward_with(registration.package(REPOSITORY), type(head).forward) if is_served else None  # type: ignore
-        set_forward(head, forward, _OWNER)
-
-
-def rows(model: nn.Module) -> Iterator[Row]:
-    """Describe every head of a language model that computes a loss from labels."""
-    for path, head, owner in find_heads(model):
-        row = functools.partial(Row, path, type(head).__name__, is_candidate=False, kind=HEADS.in_models)
+def find(view: View) -> Iterator[Decision]:
+    """Decide of every head of a language model that computes a loss from labels."""
+    for path, head, owner in find_heads(view):
+        present = NAME if forward_owner(head) == _OWNER else None
         reason, call = refusal(path, head, owner), _last_calls.get(head)
         looked = None if call is None else call.reason
-        if forward_owner(head) != _OWNER:
-            yield row(None, False, reason or refusals.not_swapped())
-        elif reason is not None:
-            yield row(NAME, False, refusals.changed(head, reason))
-        elif (call is None or looked) and (own_loss := _own_loss(owner)) is not None:  # what it does a call shows
-            yield row(NAME, False, f"its model has a loss_function {own_loss} of its own, which may look at logits")
-        else:
-            yield row(NAME, True, looked and f"{_COMPUTED}: {looked}")
+        doubt = None
+        if (call is None or looked) and (own_loss := _own_loss(owner)) is not None:  # what it does a call shows
+            doubt = f"its model has a loss_function {own_loss} of its own, which may look at logits"
+        make: Any = functools.partial(_make_forward, type(head).forward)  # type: ignore[arg-type]
+        yield Decision(path, head, None, reason, present, doubt, kind=HEADS.in_models, is_candidate=False, make=make)
 
 
-def find_heads(model: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
+    """Say of heads whose logits were computed all the same why they were."""
+    calls = {decision: _last_calls.get(decision.module) for decision in served if decision.present == NAME}
+    return {d: f"{_COMPUTED}: {call.reason}" for d, call in calls.items() if call is not None and call.reason}
+
+
+def find_heads(view: View) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
     """Find the heads of models that compute a loss from labels, with their paths and the innermost of their models."""
-    paths = {module: path for path, module in model.named_modules()}
+    paths = {module: path for path, module in view.named}
     found: dict[nn.Module, PreTrainedModel] = {}
-    for module in paths:
-        if isinstance(module, PreTrainedModel) and "labels" in (names := _names(module)) and names & _LOSSES:
+    models = [cls for cls in view.by_class if issubclass(cls, PreTrainedModel)]
+    module: Any
+    for _, module in view.instances(models):
+        if "labels" in (names := _names(module)) and names & _LOSSES:
             with suppress(NotImplementedError, AttributeError):
                 head = module.get_output_embeddings()
                 if isinstance(head, nn.Module) and head in paths:
@@ -93,6 +90,10 @@ def _own_loss(model: PreTrainedModel) -> str | None:
     if loss is None or str(getattr(loss, "__module__", "")).startswith("transformers."):
         return None
     return getattr(loss, "__qualname__", type(loss).__qualname__)
+
+
+def _make_forward(matched: FunctionType) -> FunctionType:
+    return _forward_with(registration.package(REPOSITORY), matched)
 
 
 @functools.cache
@@ -144,3 +145,6 @@ def _names(model: nn.Module) -> AbstractSet[str]:
     """Return the names that the forward of a model uses, those of its parameters among them."""
     forward: Any = inspect.unwrap(type(model).forward)
     return classification.referenced_names(forward) | inspect.signature(forward).parameters.keys()
+
+
+FINDER = Finder("loss", find, functools.partial(bind_forwards, _OWNER), remarks=remarks)

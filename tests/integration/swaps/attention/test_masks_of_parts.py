@@ -15,7 +15,7 @@ from transformers.masking_utils import (
 )
 
 import kernels_ext_npu
-from kernels_ext_npu.swaps.attention import sequence_parallel_guards
+from kernels_ext_npu.context_parallel import guards
 
 WINDOW = and_masks(sliding_window_overlay(4), causal_mask_function)
 CHUNKS = and_masks(chunked_overlay(4, torch.zeros(1, dtype=torch.int)), causal_mask_function)
@@ -29,7 +29,7 @@ def described(function: Callable) -> object:
 def test_context_parallelism_refuses_masks_that_are_more_than_causal() -> None:
     module = nn.Linear(1, 1)
     for served in (None, described(causal_mask_function), described(bidirectional_mask_function)):
-        sequence_parallel_guards.refuse_mask(module, served)
+        guards.refuse_mask(module, served)
     for mask in (*map(described, (WINDOW, CHUNKS, PACKED)), torch.ones(1, 1, 8, 8, dtype=torch.bool)):
         with pytest.raises(ValueError, match="Linear: torch's context_parallel exchanges keys, and computes causal"):
-            sequence_parallel_guards.refuse_mask(module, mask)
+            guards.refuse_mask(module, mask)

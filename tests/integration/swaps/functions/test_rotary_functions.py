@@ -12,7 +12,7 @@ from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen3 import modeling_qwen3
 
 import kernels_ext_npu
-from kernels_ext_npu.swaps import functions
+from kernels_ext_npu.reporting import report as reporting
 from tests.support import zoo
 from tests.support.served import kernelized, rows
 
@@ -51,7 +51,7 @@ def test_a_model_with_use_kernels_on_the_cpu_takes_no_kernels_away(registered, c
 def test_models_of_one_architecture_share_a_rotary_function_and_the_report_says_so(registered, name) -> None:
     model, plain = kernelized(name), zoo.build(name).to("npu")
     assert all(row.swapped for row in [*calls(model), *calls(plain)])
-    assert " ".join(str(kernels_ext_npu.report(model)).split()).count(functions.SHARED) == 1
+    assert " ".join(str(kernels_ext_npu.report(model)).split()).count(reporting.SHARED) == 1
     expected = forward(zoo.build(name), name)
     for both in (model, plain):
         assert (forward(both, name).cpu() - expected).norm() <= 1e-5 * expected.norm()
@@ -59,7 +59,7 @@ def test_models_of_one_architecture_share_a_rotary_function_and_the_report_says_
     for row in [*calls(model), *calls(plain)]:
         assert not row.swapped
         assert "restore() was called" in row.reason
-    assert functions.SHARED[:20] not in str(kernels_ext_npu.report(model))
+    assert reporting.SHARED[:20] not in str(kernels_ext_npu.report(model))
     kernels_ext_npu.kernelize(model)
     assert all(row.swapped for row in calls(plain))
 

@@ -21,11 +21,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels_ext_npu.binding import lazy_swap, registration
+from kernels_ext_npu.binding.forward_with_labels import forward_with_labels
 from kernels_ext_npu.catalogue import LINEAR_ATTENTION, RECURRENCES
+from kernels_ext_npu.context_parallel import recurrences
 from kernels_ext_npu.matching.function_scan import called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.swaps.attention import cp_recurrences
-from kernels_ext_npu.swaps.forward_with_labels import forward_with_labels
 
 _TORCH = "torch's context_parallel"
 
@@ -127,7 +127,7 @@ def share_recurrences(model: nn.Module) -> None:
         if not _carries_state(type(module)):
             continue
         functions = [callee.function for callee in called_functions(type(module)) if callee.kind is LINEAR_ATTENTION]
-        if active is None or not (exchanges_keys() and functions and all(map(cp_recurrences.serves, functions))):
+        if active is None or not (exchanges_keys() and functions and all(map(recurrences.serves, functions))):
             who = framework.name if (framework := _framework()) else _TORCH
             raise ValueError(
                 f"{type(module).__name__}: {who} splits sequences between devices, and its convolution and "
@@ -136,7 +136,7 @@ def share_recurrences(model: nn.Module) -> None:
             )
         for cls in {type(function) for function in functions}:
             if not active.patches.knows(cls, "__call__"):
-                active.patches.method(cls, "__call__", cp_recurrences.compute, exchanges_keys)
+                active.patches.method(cls, "__call__", recurrences.compute, exchanges_keys)
 
 
 def refuse_unshifted(model: PreTrainedModel, given: dict[str, Any], caller: FrameType) -> None:

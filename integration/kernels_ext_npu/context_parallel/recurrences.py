@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels_ext_npu.binding.forward_binding import bound_layer
-from kernels_ext_npu.swaps.attention import context_parallel
-from kernels_ext_npu.swaps.attention.cp_collectives import Exchange, Gather, Range, Split
+from kernels_ext_npu.context_parallel import attention
+from kernels_ext_npu.context_parallel.collectives import Exchange, Gather, Range, Split
 
 _BY_HEADS = ("query", "key", "value", "g", "beta")  # each [B, tokens, heads] or [B, tokens, heads, D]
 _NOT_SPLIT = ("initial_state", "output_final_state", "cu_seqlens", "cu_seq_lens_q", "seq_idx")
@@ -45,7 +45,7 @@ def compute(original: Callable, function: nn.Module, *args: Any, **kwargs: Any) 
             f"{bound_layer(function)}: torch's context_parallel splits sequences between devices, but no states and no "
             f"packed sequences ({', '.join(whole)}): give the model use_cache=False, and one sequence a row"
         )
-    return way(lambda: original(function, *call.args, **call.kwargs), given, context_parallel.current())
+    return way(lambda: original(function, *call.args, **call.kwargs), given, attention.current())
 
 
 def _scan(call: Callable[[], tuple[Tensor, None]], given: dict[str, Any], split: Split) -> tuple[Tensor, None]:

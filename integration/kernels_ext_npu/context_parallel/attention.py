@@ -28,8 +28,8 @@ from torch.utils.weak import WeakIdRef, WeakTensorKeyDictionary
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.swaps.attention.cp_collectives import Exchange, Gather, Range, Split
-from kernels_ext_npu.swaps.named_implementation import NPU_FLASH_ATTENTION
+from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
+from kernels_ext_npu.context_parallel.collectives import Exchange, Gather, Range, Split
 from kernels_ext_npu.transformers_internals import cells
 
 _REFUSED = ("position_bias", "indices", "block_indices", "cache", "cu_seq_lens_q", "output_attentions")

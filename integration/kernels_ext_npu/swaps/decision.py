@@ -1,0 +1,175 @@
+"""Decisions: what is to compute each site of a model, and why no kernel does.
+
+A finder looks at a model as it is, and yields a decision for each of its sites: the forward of a module, a function
+that it calls, a name in its config. `kernelize` puts what was decided into the model; the report runs the same finders,
+and tells what they find beside what stands at the site. Nothing else says why something is not served. What stands at a
+site is read from the site alone: a copy, a pickle or a model that was moved or adapted since tells what it has.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from kernels_ext_npu.binding.forward_binding import bound_kernel
+from kernels_ext_npu.binding.loaded_kernels import OWNER, set_forward
+from kernels_ext_npu.binding.registration import Registration
+from kernels_ext_npu.matching.class_facts import class_facts
+from kernels_ext_npu.swaps import refusals
+
+if TYPE_CHECKING:
+    from kernels import Mode
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module, or one function that a module calls.
+
+    Attributes:
+        path: its name in the model; of a function that of the module, a dot, and the name in its file.
+        class_name: its class, or the function.
+        kernel: the layer that serves it or would serve it, None if there is none; of attention the name of the
+            implementation.
+        swapped: whether the kernel's forward is in place.
+        reason: why not, or why not as fast as it could be; None if there is nothing to say.
+        is_candidate: whether one would expect a kernel for it; not so for a LayerNorm, nor for frequencies that change,
+            nor for what register(kernels=...) leaves out.
+        kind: what it is, as the table counts it.
+        function: the name of the function in its file, None for a module.
+    """
+
+    path: str
+    class_name: str
+    kernel: str | None
+    swapped: bool
+    reason: str | None
+    is_candidate: bool = True
+    kind: str = "norms"
+    function: str | None = None
+
+    @property
+    def module(self) -> str:
+        """The name in the model of the module, or of the module that calls the function."""
+        return self.path if self.function is None else self.path[: -len(self.function)].rstrip(".")
+
+
+class View:
+    """A model as finders look at it: its modules by path and by class, walked once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.named = list(model.named_modules())  # each module once, by its first path
+        self.by_class: dict[type[nn.Module], list[nn.Module]] = {}
+        for _, module in self.named:
+            self.by_class.setdefault(type(module), []).append(module)
+        self.facts = {cls: class_facts(cls, cls.forward) for cls in self.by_class}  # type: ignore[arg-type]
+
+    def instances(self, classes: Collection[type[nn.Module]]) -> list[tuple[str, nn.Module]]:
+        """Return the modules of some classes, with their paths, in the order of the model."""
+        return [(path, module) for path, module in self.named if type(module) in classes] if classes else []
+
+    def owned(self, owner: str) -> list[nn.Module]:
+        """Return the modules whose forward is that of a layer or a mechanism of ours, as it is now."""
+        forwards = [(module, getattr(vars(module).get("forward"), "__func__", None)) for _, module in self.named]
+        return [module for module, forward in forwards if getattr(forward, OWNER, None) == owner]
+
+    @functools.cached_property
+    def placed(self) -> list[tuple[nn.Module, str, Any]]:
+        """The modules that layers of ours compute, each with its layer and package, once the layers are in place."""
+        bound = [module for _, module in self.named if "forward" in vars(module)]
+        return [(module, *kernel) for module, kernel in zip(bound, map(bound_kernel, bound)) if kernel is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """What is decided of one site of a model.
+
+    Attributes:
+        path: the module's name in the model.
+        module: the module whose forward it is, or that calls the function or looks up the name.
+        layer: the layer or implementation that is to serve it, or would; None if there is none.
+        reason: why it is not to serve it, or no longer is; None if it is.
+        present: the layer or implementation of ours that is there now; None if none is.
+        doubt: why what is there may not be used all the same.
+        kind: what the report counts it among; None if it is no row there.
+        is_candidate: as a row has it.
+        function: the name in its file of the function that it is about, None for a module.
+        class_name: of the module or function.
+        make: makes the forward that is to be bound to the module, where a mechanism of ours has one.
+    """
+
+    path: str
+    module: nn.Module
+    layer: str | None = None
+    reason: str | None = None
+    present: str | None = None
+    doubt: str | None = None
+    kind: str | None = None
+    is_candidate: bool = True
+    function: str | None = None
+    class_name: str | None = None
+    make: Callable[[], FunctionType] | None = None
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the kernel is in place, and nothing speaks against it."""
+        return self.reason is None and self.present is not None
+
+    def row(self, remark: str | None = None) -> Row:
+        """Return what the report says of it, with a remark on what serves it."""
+        if self.present is None:
+            is_swapped, reason = False, self.reason or refusals.not_swapped()
+        elif self.reason is not None:
+            is_swapped, reason = False, refusals.changed(self.module, self.reason)
+        else:
+            is_swapped, reason = self.doubt is None, self.doubt or remark  # type: ignore[assignment]
+        return Row(
+            path=self.path if self.function is None else f"{self.path}.{self.function}".lstrip("."),
+            class_name=self.class_name or type(self.module).__name__,
+            kernel=self.present or self.layer,
+            swapped=is_swapped,
+            reason=reason,
+            is_candidate=self.is_candidate,
+            kind=self.kind or "",
+            function=self.function,
+        )
+
+
+@dataclass(frozen=True)
+class Swapping:
+    """The context of one swap of kernels into a model."""
+
+    registration: Registration  # what register() was told
+    mode: Mode  # whether the model is trained or infers, as `kernels` knows it
+    bind_layers: Callable[[Mode], None]  # lets `kernels` bind layers to marked classes, by transformers' mapping
+
+
+def bind_forwards(owner: str, view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
+    """Bind the forwards that were decided upon, as those of a mechanism; take them out where it refuses them now."""
+    for decision in decisions:
+        if decision.make is not None:
+            set_forward(decision.module, decision.make() if decision.reason is None else None, owner)
+
+
+@dataclass(frozen=True)
+class Finder:
+    """One kind of kernel: what it decides of a model, how that gets in and out, and what it has to say of it."""
+
+    name: str
+    # yields decisions, and changes nothing
+    find: Callable[[View], Iterable[Decision]] | None = None
+    # puts what was decided into a model; what is as it should be is left alone
+    put: Callable[[View, Iterable[Decision], Swapping], None] | None = None
+    # changes transformers when kernels are registered, through `registration.patches`
+    install: Callable[[Registration], None] | None = None
+    # undoes what `put` did to a model or a part of one, but for forwards, which all go out at the end
+    revert: Callable[[View], None] | None = None
+    # says of decisions of any finder, whose kernels are there, what is not as fast as it could be
+    remarks: Callable[[View, list[Decision]], dict[Decision, str]] | None = None
+    # says what there is to say of a model beside the rows
+    caption: Callable[[View], str | None] | None = None

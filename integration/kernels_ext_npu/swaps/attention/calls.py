@@ -1,13 +1,12 @@
 """The functions and masks that transformers calls by the name of an attention implementation.
 
-The kernel FlashAttention is the implementation ``npu_flash_attention``. While kernels are registered it also computes
-``sdpa`` on the NPU, and ``eager`` for models for which transformers supports nothing better, unless the user named it.
-Configs keep the names, so that code which reads or wraps an implementation finds what it would without kernels. Where
-the kernel cannot compute a call, and on other devices, the original function does, with the mask that it expects.
+The kernel is the implementation ``npu_flash_attention``. While it is registered it also computes ``sdpa`` on the NPU,
+and ``eager`` for models that have nothing better, unless the user named it. Configs keep the names, so that code which
+reads or wraps an implementation finds what it would without kernels. Where the kernel cannot compute a call, and on
+other devices, the original function does, with the mask that it expects.
 
-Whether sequences are packed is known by positions, which transformers would copy to the host for every mask of a
-forward. Positions that a model counts itself are those of one sequence, and are not looked at. Positions that were
-given go to the kernel as they are, which reads them once a forward.
+Whether sequences are packed is told by positions. Those that a model counts itself are of one sequence, and are not
+looked at; those that were given go to the kernel, which reads them once a forward, and not once a mask.
 """
 
 from __future__ import annotations
@@ -105,10 +104,7 @@ def kernel_or_sdpa(
 
 
 def get_interface(original: Callable, self: AttentionInterface, implementation: str, default: Callable) -> Callable:
-    """Return what a module calls for its attention, in place of ``get_interface`` of transformers' table.
-
-    A module's own formula is in no table: transformers passes it as the default.
-    """
+    """Return what a module calls, in place of ``get_interface`` of transformers' table: the default is its formula."""
     found = original(self, implementation, default)
     return functools.partial(kernel_or_sdpa, found) if implementation == "eager" and found is default else found
 
@@ -121,9 +117,6 @@ def mask_for_kernel(original: Callable) -> Callable:
         given, config = kwargs.get("attention_mask"), kwargs.get("config")
         if given is not None and not isinstance(given, Tensor):  # a description, from the model around this one
             return given if eligibility.takes_mask_description(config) else given.mask()
-        if guards.exchanges_keys():
-            kwargs = context_parallel.mask_arguments(kwargs)
-            given = kwargs["attention_mask"]
         if (
             torch.device(kwargs.get("device", "cpu")).type == "npu"
             and eligibility.takes_mask_description(config)
@@ -133,7 +126,7 @@ def mask_for_kernel(original: Callable) -> Callable:
             and registration.try_package(NPU_FLASH_ATTENTION.repository) is not None
         ):
             return npu_flash_attention_mask(**kwargs)
-        return original(*args, **kwargs)
+        return original(*args, **(context_parallel.mask_arguments(kwargs) if guards.exchanges_keys() else kwargs))
 
     return mask
 

@@ -56,7 +56,7 @@ def install(registration: Registration) -> None:
         patches.item(mask_table, "eager", calls.mask_for_kernel(eager_mask))
     # A model's own formula, which the kernel stands in for where there is no sdpa, is an argument and in no table.
     patches.method(AttentionInterface, "get_interface", calls.get_interface, is_registered)
-    # Here a model is made with a name: who chose it is not known later, and our repository's would be downloaded.
+    # Here a model is made: later nobody knows who chose a name, and that of our repository would be downloaded.
     patches.method(PreTrainedModel, "_check_and_adjust_attn_implementation", check_and_adjust, is_registered)
     # Sub-configs get names past that check, and what was named before has to be known for restore().
     patches.method(PreTrainedModel, "set_attn_implementation", set_implementation, is_registered)
@@ -66,9 +66,9 @@ def install(registration: Registration) -> None:
     patches.method(masking_utils, "_preprocess_mask_arguments", calls.preprocess, calls.reads_no_positions)
     accelerator = sys.modules.get("accelerate.accelerator")  # transformers imports it where it is installed
     if accelerator is not None and hasattr(accelerator, _DROPS_MASKS):
-        # For torch's context parallelism it refuses windows and removes masks from each attention, which needs both.
+        # For torch's context parallelism it refuses windows and removes masks: the kernel computes both there.
         patches.method(accelerator, _DROPS_MASKS, calls.attach_context_parallel_hooks, is_registered)
-    # These files branch by whether a name has "flash" in it, which neither ours nor sdpa answers rightly.
+    # They branch by whether a name has "flash" in it: neither that of ours nor sdpa says what they want to know.
     flash_attention_requested.patch_files({name for name in sys.modules if name.startswith("transformers.")}, patches)
 
 

@@ -11,17 +11,16 @@ from kernels_ext_npu.catalogue import IMPLEMENTATION
 
 @dataclass(frozen=True)
 class NamedImplementation:
-    """An implementation, by the name that it has in transformers' table and in configs."""
+    """Describes an implementation that transformers calls by name."""
 
-    name: str
+    names: tuple[str, ...]  # what it is called in transformers' table and in configs, the usual name first
     repository: str  # the kernel that it calls
     attribute: str  # the attribute of configs that transformers reads
-    other_name: str | None = None  # a second name, for libraries that only take names of a certain form
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """All names that it has in transformers' table and in configs."""
-        return (self.name,) if self.other_name is None else (self.name, self.other_name)
+    def name(self) -> str:
+        """Return its usual name."""
+        return self.names[0]
 
     @property
     def field(self) -> str:
@@ -56,7 +55,6 @@ class NamedImplementation:
 
 # accelerate takes names of its own for sp_attn_implementation, and such that have a slash and "flash-attn" in them:
 # accelerate 1.15.0, utils/dataclasses.py, DeepSpeedSequenceParallelConfig
-NPU_FLASH_ATTENTION = NamedImplementation(
-    IMPLEMENTATION, "FlashAttention", "_attn_implementation", "kernels-ext-npu/flash-attn"
-)
-NPU_GROUPED_MM = NamedImplementation("npu_grouped_mm", "FusedMoE", "_experts_implementation")
+_NAMES = IMPLEMENTATION, "kernels-ext-npu/flash-attn"
+NPU_FLASH_ATTENTION = NamedImplementation(_NAMES, "FlashAttention", "_attn_implementation")
+NPU_GROUPED_MM = NamedImplementation(("npu_grouped_mm",), "FusedMoE", "_experts_implementation")

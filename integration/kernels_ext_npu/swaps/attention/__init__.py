@@ -9,13 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedModel,
-    masking_utils,
-    modeling_flash_attention_utils,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -35,13 +29,12 @@ from kernels_ext_npu.swaps.attention import (
     indexers,
     mla_absorb,
 )
-from kernels_ext_npu.swaps.attention.attn_implementation import answer_import, check_and_adjust, set_implementation
+from kernels_ext_npu.swaps.attention.attn_implementation import check_and_adjust, set_implementation
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 from kernels_ext_npu.transformers_internals import sdpa_drops_biases
 
 LEARNED_BIAS = "it adds a learned bias to scores, which transformers' sdpa drops on NPUs"
-# accelerate 1.15.0: for torch's context parallelism it installs hooks that refuse windows and remove masks
-_DROPS_MASKS = "_attach_context_parallel_hooks"
+_DROPS_MASKS = "_attach_context_parallel_hooks"  # accelerate 1.15.0
 # methods of model classes that are replaced, each with what makes the replacement for a class that needs one
 _METHODS = {"expand_kv": mla_absorb.replacement_for, "forward": indexers.replacement_for}
 
@@ -52,29 +45,30 @@ def install(registration: Registration) -> None:
         return
     patches, is_registered = registration.patches, NPU_FLASH_ATTENTION.is_registered
     table, mask_table = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
-    for name in NPU_FLASH_ATTENTION.names:
-        patches.item(table, name, calls.npu_flash_attention)
-        patches.item(mask_table, name, calls.npu_flash_attention_mask)
-    if table["sdpa"] is sdpa_attention_forward and mask_table["sdpa"] is sdpa_mask:
-        before = ALL_ATTENTION_FUNCTIONS["sdpa"]  # a local entry of it may hide that of the table
+    patches.items(table, dict.fromkeys(NPU_FLASH_ATTENTION.names, calls.npu_flash_attention))
+    patches.items(mask_table, dict.fromkeys(NPU_FLASH_ATTENTION.names, calls.npu_flash_attention_mask))
+    if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward and mask_table["sdpa"] is sdpa_mask:
         ours = functools.partial(calls.kernel_or_sdpa, sdpa_attention_forward)
         patches.item(table, "sdpa", functools.update_wrapper(ours, sdpa_attention_forward))
-        patches.item(mask_table, "sdpa", calls.mask_for_kernel(sdpa_mask, before))
+        patches.item(mask_table, "sdpa", calls.mask_for_kernel(sdpa_mask))
     if mask_table["eager"] is eager_mask:
         patches.item(mask_table, "eager", calls.mask_for_kernel(eager_mask))
+    # A model's own formula, which the kernel stands in for where there is no sdpa, is an argument and in no table.
     patches.method(AttentionInterface, "get_interface", calls.get_interface, is_registered)
+    # Here a model is made: later nobody knows who chose a name, and that of our repository would be downloaded.
     patches.method(PreTrainedModel, "_check_and_adjust_attn_implementation", check_and_adjust, is_registered)
+    # Sub-configs get names past that check, and what was named before has to be known for restore().
     patches.method(PreTrainedModel, "set_attn_implementation", set_implementation, is_registered)
-    patches.method(PreTrainedModel, "__init__", _make, is_registered)
+    # Only a call tells positions that were given from those that the model counts, which need not be read for masks.
     patches.method(PreTrainedModel, "__call__", calls.call_model, calls.reads_no_positions)
+    # It would read positions on the host for each mask, and functions in the table of masks are called too late.
     patches.method(masking_utils, "_preprocess_mask_arguments", calls.preprocess, calls.reads_no_positions)
-    patches.method(modeling_flash_attention_utils, "lazy_import_flash_attention", answer_import, is_registered)
     accelerator = sys.modules.get("accelerate.accelerator")  # transformers imports it where it is installed
     if accelerator is not None and hasattr(accelerator, _DROPS_MASKS):
+        # For torch's context parallelism it refuses windows and removes masks: the kernel computes both there.
         patches.method(accelerator, _DROPS_MASKS, calls.attach_context_parallel_hooks, is_registered)
-    flash_attention_requested.patch_files(
-        [name for name in sys.modules if name.startswith(flash_attention_requested.FILES)], patches
-    )
+    # They branch by whether a name has "flash" in it: neither that of ours nor sdpa says what they want to know.
+    flash_attention_requested.patch_files({name for name in sys.modules if name.startswith("transformers.")}, patches)
 
 
 def find(view: View) -> Iterator[Decision]:
@@ -130,15 +124,6 @@ def revert(view: View) -> None:
 
 def _models(view: View) -> list[PreTrainedModel]:
     return [m for _, m in view.instances([cls for cls in view.by_class if issubclass(cls, PreTrainedModel)])]  # type: ignore
-
-
-def _make(original: Any, self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-    """Construct a model, with its modeling file patched and, unless that needs the network, with the kernel loaded."""
-    assert registration.current is not None
-    flash_attention_requested.patch_files({cls.__module__ for cls in type(self).__mro__}, registration.current.patches)
-    original(self, *args, **kwargs)
-    if registration.current.source != "hub":
-        registration.try_package(NPU_FLASH_ATTENTION.repository)
 
 
 def _refusal(module: nn.Module) -> str | None:

@@ -1,13 +1,12 @@
 """The functions and masks that transformers calls by the name of an attention implementation.
 
-The kernel FlashAttention is the implementation ``npu_flash_attention``. While kernels are registered it also computes
-``sdpa`` on the NPU, and ``eager`` for models for which transformers supports nothing better, unless the user named it.
-Configs keep the names, so that code which reads or wraps an implementation finds what it would without kernels. Where
-the kernel cannot compute a call, and on other devices, the original function does, with the mask that it expects.
+The kernel is the implementation ``npu_flash_attention``. While it is registered it also computes ``sdpa`` on the NPU,
+and ``eager`` for models that have nothing better, unless the user named it. Configs keep the names, so that code which
+reads or wraps an implementation finds what it would without kernels. Where the kernel cannot compute a call, and on
+other devices, the original function does, with the mask that it expects.
 
-Whether sequences are packed is known by positions, which transformers would copy to the host for every mask of a
-forward. Positions that a model counts itself are those of one sequence, and are not looked at. Positions that were
-given go to the kernel as they are, which reads them once a forward.
+Whether sequences are packed is told by positions. Those that a model counts itself are of one sequence, and are not
+looked at; those that were given go to the kernel, which reads them once a forward, and not once a mask.
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.context_parallel import attention as context_parallel
 from kernels_ext_npu.context_parallel import guards
-from kernels_ext_npu.swaps.attention import eligibility, flash_attention_requested, indexers, mla_absorb
-from kernels_ext_npu.transformers_internals import cache_parameter
+from kernels_ext_npu.swaps.attention import eligibility, indexers, mla_absorb
 
 _makes_positions: ContextVar[bool] = ContextVar("_makes_positions", default=False)
 
@@ -38,16 +35,9 @@ _makes_positions: ContextVar[bool] = ContextVar("_makes_positions", default=Fals
 def npu_flash_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the attention of a module: transformers calls this by the name in the module's config.
+    """Compute the attention of a module that names the kernel, by its `attention_forward`.
 
-    The arguments are those of `attention_forward` of the kernel. ``output_attentions`` counts where nothing is packed.
-
-    Returns:
-        ``[B, S_q, N, D_v]``, and the weights ``[B, N, S_q, S_k]`` where they are asked for, otherwise None.
-
-    Raises:
-        ValueError: sequences are split between devices, and nobody exchanges keys or heads; or torch's context
-            parallelism does, and more is asked for than it computes.
+    The weights, ``[B, N, S_q, S_k]``, are returned where ``output_attentions`` asks for them and nothing is packed.
     """
     guards.refuse_partial_sequence(module, NPU_FLASH_ATTENTION.name)
     result = _attend(module, query, key, value, attention_mask, *args, **kwargs)
@@ -59,17 +49,11 @@ def npu_flash_attention(
 
 
 def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
-    """Describe the mask of a forward: transformers calls this by the name in the model's config.
-
-    The arguments are those of the masks in transformers' ``AttentionMaskInterface``.
-
-    Raises:
-        ValueError: torch's context parallelism splits sequences of which a model sees chunks.
-    """
+    """Describe the mask of a forward for the kernel, by its `attention_mask`."""
     if guards.exchanges_keys():
         kwargs = context_parallel.mask_arguments(kwargs)
     if eligibility.is_eager_by_default(type(kwargs.get("config"))):  # whose formula masks by a mask alone
-        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        kwargs |= dict.fromkeys(("allow_is_causal_skip", "allow_is_bidirectional_skip"), False)
     return registration.package(NPU_FLASH_ATTENTION.repository).attention_mask(*args, **kwargs)
 
 
@@ -86,73 +70,63 @@ def kernel_or_sdpa(
     """Compute the attention of a module that names ``sdpa`` or ``eager`` by the kernel, or else by the original."""
     is_sdpa = original is sdpa_attention_forward
     config: Any = module.config
-    is_described = not (attention_mask is None or isinstance(attention_mask, Tensor))
+    indices, cu_seqlens = kwargs.get("indices"), kwargs.get("cu_seq_lens_q")
     is_served = (
         NPU_FLASH_ATTENTION.is_registered()
-        and (is_sdpa or eligibility.serves_eager(config))
+        and (is_sdpa or (config._attn_implementation == eligibility.EAGER and eligibility.serves_config(config)))
         and eligibility.refusal(module, query.device.type, query.dtype, kwargs.get("softcap")) is None
         and kwargs.get("position_bias") is None
         and not kwargs.get("output_attentions", getattr(config, "output_attentions", False))
-        and (attention_mask is None or _fits(attention_mask, query, key, is_described, kwargs.get("cache")))
+        and _fits(attention_mask, query, key, kwargs.get("cache"))
     )
     guards.refuse_partial_sequence(module, "sdpa" if is_sdpa else "eager", is_served)
+    causal = getattr(module, "is_causal", True) if kwargs.get("is_causal") is None else kwargs["is_causal"]
+    queries = query.shape[2]
     if is_served:
-        if is_sdpa and attention_mask is None:
-            key, value = _crop_unused_keys(module, query, key, value, kwargs.get("is_causal"))
+        if is_sdpa and attention_mask is None and causal and 1 < queries < key.shape[2]:
+            # a prompt in a static cache: its first query stands at the first key, and the slots behind it are free
+            key, value = key[:, :, :queries], value[:, :, :queries]
         return _attend(module, query, key, value, attention_mask, *args, **kwargs), None
     if is_sdpa and guards.exchanges_keys():
         guards.refuse_mask(module, attention_mask)
-    if (indices := kwargs.get("indices")) is not None and attention_mask is not None:  # no original reads indices
-        attention_mask = indexers.without_unchosen(attention_mask.mask() if is_described else attention_mask, indices)
-        is_described = False
-    if is_sdpa:
-        attention_mask = attention_mask.sdpa_mask(len(query)) if is_described else attention_mask
-    elif attention_mask is not None:
-        attention_mask = _additive_mask(attention_mask, query)
-    if kwargs.get("cu_seq_lens_q") is not None and flash_attention_requested.passes_cu_seqlens(type(module)):
-        # the sequences are concatenated: the original gets them one by one, as the modeling file does for sdpa
-        lengths = torch.diff(kwargs["cu_seq_lens_q"]).tolist()
-        parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
-        return torch.cat([original(module, *part, attention_mask, *args, **kwargs)[0] for part in parts], dim=1), None
+    if not (attention_mask is None or isinstance(attention_mask, Tensor)):
+        is_left_to_sdpa = is_sdpa and indices is None
+        attention_mask = attention_mask.sdpa_mask(len(query)) if is_left_to_sdpa else attention_mask.mask(query.device)
+    if attention_mask is not None and indices is not None:  # no original reads indices
+        attention_mask = indexers.without_unchosen(attention_mask, indices)
+    if not is_sdpa and attention_mask is not None and not attention_mask.is_floating_point():  # it is added to scores
+        attention_mask = torch.where(attention_mask, query.new_zeros(()), torch.finfo(query.dtype).min)
+    if cu_seqlens is not None and attention_mask is None and not causal:
+        # a tower that was told to concatenate sequences: the original gets them one by one
+        parts = zip(*(tensor.split(torch.diff(cu_seqlens).tolist(), dim=2) for tensor in (query, key, value)))
+        return torch.cat([original(module, *part, None, *args, **kwargs)[0] for part in parts], dim=1), None
     return original(module, query, key, value, attention_mask, *args, **kwargs)
 
 
 def get_interface(original: Callable, self: AttentionInterface, implementation: str, default: Callable) -> Callable:
-    """Return what a module calls for its attention, in place of ``get_interface`` of transformers' table.
-
-    A module's own formula is in no table: transformers passes it as the default.
-    """
+    """Return what a module calls, in place of ``get_interface`` of transformers' table: the default is its formula."""
     found = original(self, implementation, default)
     return functools.partial(kernel_or_sdpa, found) if implementation == "eager" and found is default else found
 
 
-def mask_for_kernel(original: Callable, before: Callable | None = None) -> Callable:
-    """Wrap a mask function of transformers: for the kernel it describes the mask, otherwise it makes a tensor.
-
-    Args:
-        original: the mask function.
-        before: the entry ``sdpa`` before ours: if it is in place again, masks are tensors.
-    """
+def mask_for_kernel(original: Callable) -> Callable:
+    """Wrap a mask function of transformers: for the kernel it describes the mask, otherwise it makes a tensor."""
 
     @functools.wraps(original)
     def mask(*args: Any, **kwargs: Any) -> Any:
         given, config = kwargs.get("attention_mask"), kwargs.get("config")
         if given is not None and not isinstance(given, Tensor):  # a description, from the model around this one
             return given if eligibility.takes_mask_description(config) else given.mask()
-        if guards.exchanges_keys():
-            kwargs = context_parallel.mask_arguments(kwargs)
-            given = kwargs["attention_mask"]
         if (
             torch.device(kwargs.get("device", "cpu")).type == "npu"
             and eligibility.takes_mask_description(config)
-            and ALL_ATTENTION_FUNCTIONS["sdpa"] is not before
             and not args
             and not getattr(config, "attn_logit_softcapping", None)
             and (given is None or len(given) == kwargs["batch_size"])
             and registration.try_package(NPU_FLASH_ATTENTION.repository) is not None
         ):
             return npu_flash_attention_mask(**kwargs)
-        return original(*args, **kwargs)
+        return original(*args, **(context_parallel.mask_arguments(kwargs) if guards.exchanges_keys() else kwargs))
 
     return mask
 
@@ -174,10 +148,9 @@ def call_model(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: 
 
     A model that is not transformers' own may make positions of packed sequences. The innermost model makes the masks.
     """
-    forward = inspect.unwrap(self.forward)
-    is_known = getattr(forward, "__module__", "").startswith("transformers.")
     guards.share_recurrences(self)
     guards.refuse_unshifted(self, kwargs, sys._getframe(1))
+    is_known = getattr(inspect.unwrap(self.forward), "__module__", "").startswith("transformers.")
     # of two positional arguments the second could be positions
     makes_positions = is_known and len(args) <= 1 and kwargs.get("position_ids") is None
     if makes_positions:
@@ -189,35 +162,30 @@ def call_model(original: Callable, self: PreTrainedModel, *args: Any, **kwargs: 
         _makes_positions.reset(token)
 
 
-def preprocess(
-    original: Callable,
-    config: Any,
-    inputs_embeds: Tensor,
-    attention_mask: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple:
+def preprocess(original: Callable, *args: Any, **kwargs: Any) -> tuple:
     """Prepare a mask, in place of ``_preprocess_mask_arguments`` of masking_utils, without reading positions."""
-    given = inspect.signature(original).bind(config, inputs_embeds, attention_mask, *args, **kwargs).arguments
-    position_ids = given["position_ids"]
-    is_standing_in = inputs_embeds.device.type == "npu" and eligibility.takes_mask_description(config)
+    given = inspect.signature(original).bind(*args, **kwargs).arguments.values()
+    config, embeddings, padding, cache, positions, *rest = given
+    is_standing_in = embeddings.device.type == "npu" and eligibility.takes_mask_description(config)
     if not (is_standing_in or NPU_FLASH_ATTENTION.is_named_by(config)):
-        return original(**given)
-    is_done, mask, _, *sizes = original(**given | {"position_ids": None})
-    if is_done and mask is None and not isinstance(attention_mask, Tensor):
-        mask = attention_mask  # a description, with a paged cache, for which transformers 5.24 wants no mask
+        return original(*given)
+    is_done, mask, _, *sizes = original(config, embeddings, padding, cache, None, *rest)
     packed = None
+    if is_done and mask is None and not isinstance(padding, Tensor):
+        mask = padding  # a description, with a paged cache, for which transformers 5.24 wants no mask
     if guards.exchanges_keys() and not is_done:  # a bidirectional mask has no packed sequences
-        mask = context_parallel.sequences(inputs_embeds, position_ids, attention_mask)
-    elif guards.are_split():
-        pass  # positions of a part of a sequence do not tell where others begin
+        mask = context_parallel.sequences(embeddings, positions, padding)
     elif (
-        position_ids is not None
+        not guards.are_split()  # positions of a part of a sequence do not tell where others begin
+        and positions is not None
         and mask is None
-        and given[cache_parameter(original)] is None
+        and cache is None
         and not _makes_positions.get()
     ):
-        packed = _sequence_ids(position_ids.expand(len(inputs_embeds), -1))
+        # as find_packed_sequence_indices does: a sequence begins where a position is not the last plus one
+        positions = positions.expand(len(embeddings), -1)
+        begins = torch.diff(positions, prepend=positions[:, :1] - 1) != 1
+        packed = begins.cumsum(-1, dtype=torch.int32)  # CANN sums int64 on an AI CPU
     return is_done, mask, packed, *sizes
 
 
@@ -236,49 +204,18 @@ def _attend(
     if (chosen := mla_absorb.latents_for_chosen_keys(*given, kernel.reads_chosen_in_place)) is not None:
         options = kwargs["indices"], kwargs["scaling"], kwargs.get("s_aux")
         return chosen.attend_chosen(kernel.attend_chosen, query, attention_mask, *options)
-    forward = kernel.attention_forward
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, rotated: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        return kernel.attention_forward(module, query, key, value, attention_mask, *args, **kwargs, rotated=rotated)[0]
+
     if (few := mla_absorb.latents_for_few_queries(query, key, value, kwargs)) is not None:
-
-        def on_latents(few_queries: Tensor, keys: Tensor, values: Tensor, rotated: tuple[Tensor, Tensor]) -> Tensor:
-            return forward(module, few_queries, keys, values, attention_mask, *args, **kwargs, rotated=rotated)[0]
-
-        return few.attend(on_latents, query)
-    key, value = mla_absorb.expanded(key), mla_absorb.expanded(value)
-    return forward(module, query, key, value, attention_mask, *args, **kwargs)[0]
+        return few.attend(attend, query)
+    return attend(query, mla_absorb.expanded(key), mla_absorb.expanded(value))
 
 
-def _crop_unused_keys(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, is_causal: bool | None
-) -> tuple[Tensor, Tensor]:
-    """Cut off the keys behind a prompt that came without a mask: they are free slots of a static cache.
-
-    transformers 5.22.2, integrations/sdpa_attention.py: the first query stands at the first key.
-    """
-    queries = query.shape[2]
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    return (key[:, :, :queries], value[:, :, :queries]) if causal and 1 < queries < key.shape[2] else (key, value)
-
-
-def _fits(mask: Any, query: Tensor, key: Tensor, is_described: bool, paged_cache: Any) -> bool:
+def _fits(mask: Any, query: Tensor, key: Tensor, paged_cache: Any) -> bool:
     """Tell whether a mask has the shape of these tensors; if not, transformers' function raises its own error."""
-    if is_described:
-        return mask.fits(query.shape[2], key.shape[2])
-    sizes = query.shape[:3]
+    if mask is None or not isinstance(mask, Tensor):
+        return mask is None or mask.fits(query.shape[2], key.shape[2])
     has_keys = paged_cache is not None or mask.shape[-1] == key.shape[2]  # paged keys are read later
-    return has_keys and mask.dim() == 4 and all(a in (1, b) for a, b in zip(mask.shape[:3], sizes))
-
-
-def _additive_mask(mask: Any, query: Tensor) -> Tensor:
-    """Return a mask that is added to scores, made of a description or of a boolean mask."""
-    seen = mask if isinstance(mask, Tensor) else mask.mask(query.device)
-    zero = torch.zeros((), dtype=query.dtype, device=query.device)
-    return seen if seen.is_floating_point() else torch.where(seen, zero, torch.finfo(query.dtype).min)
-
-
-def _sequence_ids(positions: Tensor) -> Tensor:
-    """Return the sequence that each token belongs to, ``[B, S]``: one begins where a position is not the last plus one.
-
-    transformers 5.22.2, masking_utils.py, ``find_packed_sequence_indices``.
-    """
-    begins = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1
-    return begins.cumsum(-1, dtype=torch.int32)  # CANN sums int64 on an AI CPU
+    return has_keys and mask.dim() == 4 and all(a in (1, b) for a, b in zip(mask.shape[:3], query.shape))

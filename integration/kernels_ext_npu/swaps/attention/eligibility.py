@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
@@ -34,42 +33,39 @@ CAPPED = Reason("no operator", "no operator: scores are capped, which none of to
 IN_FLOAT64 = Reason("device limit", "device limit: it is in float64")
 
 
-def _cached_by_class(question: Callable[[type], Answer]) -> Callable[[type], Answer]:
+def _once_a_class(question: Callable[[type], Answer]) -> Callable[[type], Answer]:
     """Cache a function of a class; torch.compile takes its result as a constant."""
     known = functools.cache(question)
-
-    @torch.compiler.assume_constant_result
-    @functools.wraps(question)
-    def answer(cls: type) -> Answer:
-        return known(cls)
-
-    return answer
+    return torch.compiler.assume_constant_result(functools.wraps(question)(lambda cls: known(cls)))
 
 
-class_refusal = _cached_by_class(classification.attention_refusal)
+class_refusal = _once_a_class(classification.attention_refusal)
 
 
-@_cached_by_class
+@_once_a_class
 def is_eager_by_default(cls: type) -> bool:
     """Tell whether transformers chooses ``eager`` by default for models with this class of config."""
     models = _models_with(cls)
     return bool(models) and not any(model._supports_sdpa for model in models)
 
 
-@_cached_by_class
+@_once_a_class
 def has_served_attention(cls: type) -> bool:
     """Tell whether the kernel can compute the attention of any class in models with this class of config."""
-    return None in map(class_refusal, _attending(cls))
+    files = [vars(sys.modules[model.__module__]).values() for model in _models_with(cls)]
+    return any(class_refusal(value) is None for file in files for value in file if _is_module_class(value))
 
 
-@_cached_by_class
+@_once_a_class
 def needs_mask_tensor(cls: type) -> bool:
     """Tell whether another attention class of a model reads the model's mask itself, and so needs a tensor.
 
     Git is such a model. Classes in the same file that belong to models with another config, such as the audio encoders
     of Gemma 3n and 4, do not count: they get other masks.
     """
-    parts = chain.from_iterable(map(_parts, _models_with(cls)))
+    parts: list[type[nn.Module]] = [*_models_with(cls)]
+    for part in parts:  # grows while it runs
+        parts += _named_in(part).difference(parts)
     return any(map(classification.attends_by_itself, parts))
 
 
@@ -94,15 +90,10 @@ def refusal(module: nn.Module, device: str | None, dtype: torch.dtype, softcap: 
 
 
 def serves_config(config: PreTrainedConfig) -> bool:
-    """Tell whether the kernel takes the place of what a config names: ``sdpa``, or ``eager`` as in `serves_eager`."""
-    is_registered = NPU_FLASH_ATTENTION.is_registered()
-    return is_registered and (config._attn_implementation == "sdpa" or serves_eager(config))
-
-
-def serves_eager(config: PreTrainedConfig) -> bool:
-    """Tell whether the kernel takes the place of ``eager``, which transformers chose for a model without sdpa."""
+    """Tell whether the kernel takes the place of what a config names: ``sdpa``, or ``eager`` that nobody asked for."""
     name = config._attn_implementation
-    return name == EAGER and name is not ASKED and is_eager_by_default(type(config))
+    is_unasked = name == EAGER and name is not ASKED and is_eager_by_default(type(config))
+    return NPU_FLASH_ATTENTION.is_registered() and (name == "sdpa" or is_unasked)
 
 
 def note_restored(config: PreTrainedConfig) -> None:
@@ -128,10 +119,9 @@ def takes_mask_description(config: Any) -> bool:
     """Tell whether models with this config may receive a description in place of a mask tensor."""
     if not isinstance(config, PreTrainedConfig) or not serves_config(config):
         return False
-    name = config._attn_implementation
-    if name is RESTORED.get(name):
-        return False
-    return has_served_attention(type(config)) and not needs_mask_tensor(type(config))
+    name, cls = config._attn_implementation, type(config)
+    is_original = ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward  # somebody has put it back
+    return not is_original and name is not RESTORED[name] and has_served_attention(cls) and not needs_mask_tensor(cls)
 
 
 def foreign_sdpa(config: PreTrainedConfig) -> str | None:
@@ -143,36 +133,12 @@ def foreign_sdpa(config: PreTrainedConfig) -> str | None:
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
-def _attending(cls: type) -> list[type[nn.Module]]:
-    """Return the attention classes in the modeling files of models with this class of config."""
-    files = {model.__module__ for model in _models_with(cls)}
-    classes = [value for file in files for value in vars(sys.modules[file]).values() if isinstance(value, type)]
-    return [value for value in classes if issubclass(value, nn.Module) and classification.attends(value)]
-
-
-def _parts(cls: type[nn.Module]) -> frozenset[type[nn.Module]]:
-    """Return a class and all module classes that its methods name, directly or through each other."""
-    found, waiting = {cls}, [cls]
-    for each in waiting:  # grows while it runs
-        for named in _named_in(each) - found:
-            found.add(named)
-            waiting.append(named)
-    return frozenset(found)
-
-
 def _named_in(cls: type[nn.Module]) -> set[type[nn.Module]]:
-    """Return the module classes that the methods of a class and of its bases name, also in dictionaries.
-
-    ``_init_weights`` is left out: it names every class of the file.
-    """
-    bases = [base for base in cls.__mro__ if base is not PreTrainedModel and not base.__module__.startswith("torch.")]
-    own = [(name, value) for base in bases for name, value in vars(base).items() if name != "_init_weights"]
-    functions = [value for _, value in own if inspect.isfunction(value) and not value.__module__.startswith("torch.")]
-    values = [
-        function.__globals__.get(name) for function in functions for name in classification.referenced_names(function)
-    ]
-    tables = [list(value.values()) for value in values if isinstance(value, dict)]
-    return {value for value in (*values, *chain.from_iterable(tables)) if _is_module_class(value)}
+    """Return the module classes that methods name, also in dictionaries; ``_init_weights`` names all of a file."""
+    methods = [value for base in cls.__mro__ for name, value in vars(base).items() if name != "_init_weights"]
+    values = [method.__globals__.get(name) for method in methods for name in classification.referenced_names(method)]
+    values += [each for value in values if isinstance(value, dict) for each in value.values()]
+    return {value for value in values if _is_module_class(value)}
 
 
 def _is_module_class(value: Any) -> bool:
@@ -181,10 +147,8 @@ def _is_module_class(value: Any) -> bool:
 
 def _models_with(cls: type) -> list[type[PreTrainedModel]]:
     """Return the model classes whose ``config_class`` is this class, or else its nearest base that has any."""
-    known = _all_models(PreTrainedModel)
-    found = ([model for model in known if model.config_class is base] for base in cls.__mro__[:-1])
-    return next((models for models in found if models), [])
-
-
-def _all_models(cls: type[PreTrainedModel]) -> list[type[PreTrainedModel]]:
-    return [each for model in cls.__subclasses__() for each in (model, *_all_models(model))]
+    models = [PreTrainedModel]
+    for model in models:  # grows while it runs
+        models += model.__subclasses__()
+    found = ([model for model in models if model.config_class is base] for base in cls.__mro__[:-1])
+    return next(filter(None, found), [])

@@ -11,68 +11,58 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.utils import generic
 from transformers.utils.generic import is_flash_attention_requested
 
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.binding.patches import Patches
-from kernels_ext_npu.swaps.attention.attn_implementation import canonical_name
 from kernels_ext_npu.swaps.attention.eligibility import uses_kernel
 
-_MASKS = "transformers.masking_utils"
-FILES = (_MASKS, "transformers.models.")  # the modules of transformers whose question is answered here
-_QUESTION = is_flash_attention_requested.__name__
-_SHARED = "transformers.vision_utils"  # what towers count their sequences with
-_LONGEST = "get_max_seqlen"  # transformers 5.22
+_MASKS, _TOWERS = "transformers.masking_utils", "transformers.vision_utils"
+_ANSWERED = (_MASKS, _TOWERS, "transformers.models.")  # the modules of transformers whose question is answered here
+_QUESTION, _LONGEST = is_flash_attention_requested.__name__, "get_max_seqlen"
 
 
 def patch_files(files: Iterable[str], patches: Patches) -> None:
-    """Replace the question in these modules, where they import it; without its source, a file is told yes."""
-    for name in (*files, _SHARED):
-        is_answered = name.startswith((*FILES, _SHARED)) or not name.startswith("transformers.")
-        if name not in sys.modules or not is_answered:
+    """Replace the questions of these modules: each has imported them, so that there is no other place to answer."""
+    for name in {*files, _TOWERS} & sys.modules.keys():
+        if name.startswith("transformers.") and not name.startswith(_ANSWERED):
             continue
         file = sys.modules[name]
         if vars(file).get(_QUESTION) is is_flash_attention_requested:
-            answer = functools.partial(_is_flash_attention, name != _MASKS and _source_passes_cu_seqlens(name))
+            answer = functools.partial(_is_requested, name != _MASKS and _source_passes_cu_seqlens(name))
             patches.attribute(file, _QUESTION, answer)
-        longest = vars(generic).get(_LONGEST)
-        if vars(file).get(_LONGEST) is longest and longest is not None:
-            patches.attribute(file, _LONGEST, functools.partial(_max_seqlen, longest))
-
-
-def passes_cu_seqlens(cls: type[nn.Module]) -> bool:
-    """Tell whether the file of a class was told that it calls a flash attention, so that it passes ``cu_seqlens``."""
-    return getattr(vars(sys.modules[cls.__module__]).get(_QUESTION), "args", None) == (True,)
+        if _LONGEST in vars(file) and vars(file)[_LONGEST] is generic.get_max_seqlen:  # from transformers 5.22 on
+            patches.attribute(file, _LONGEST, _given_max_seqlen)
 
 
 @functools.cache
 def _source_passes_cu_seqlens(name: str) -> bool:
     try:
         return "cu_seq_lens_q=" in inspect.getsource(sys.modules[name])
-    except OSError:
+    except OSError:  # there is no source
         return True
 
 
-def _is_flash_attention(
+def _is_requested(
     passes_cu_seqlens: bool, config: Any = None, requested_attention_implementation: Any = None, version: Any = None
 ) -> bool:
     """Answer in place of ``is_flash_attention_requested``: the kernel is one to files that pass ``cu_seqlens``."""
-    requested = canonical_name(requested_attention_implementation)
+    requested = requested_attention_implementation
     is_named = NPU_FLASH_ATTENTION.is_named_by(config) or requested in NPU_FLASH_ATTENTION.names
     if version is None and (is_named or (passes_cu_seqlens and config is not None and uses_kernel(config))):
         return passes_cu_seqlens
     return is_flash_attention_requested(config, requested, version)
 
 
-def _max_seqlen(
-    original: Callable, cu_seqlens: Tensor, config: Any, kwargs: dict | None = None, kwarg_name: str = "max_seqlen"
+def _given_max_seqlen(
+    cu_seqlens: Tensor, config: Any, kwargs: dict | None = None, kwarg_name: str = "max_seqlen"
 ) -> int | None:
     """Return the longest sequence, in place of ``get_max_seqlen``: for the kernel only what the caller gave."""
     if NPU_FLASH_ATTENTION.is_named_by(config):
-        return None if kwargs is None else kwargs.pop(kwarg_name, None)
-    return original(cu_seqlens, config, kwargs, kwarg_name)
+        return (kwargs or {}).pop(kwarg_name, None)
+    return generic.get_max_seqlen(cu_seqlens, config, kwargs, kwarg_name)

@@ -135,6 +135,16 @@ def test_nothing_is_said_of_biases_that_sdpa_adds(registered, monkeypatch) -> No
     assert found == [{None}] * 4
 
 
+def test_it_is_taken_again_by_a_model_that_is_given_its_own_name_back(registered) -> None:
+    """Continuous batching does so when it ends; nobody asked for eager attention then."""
+    model = build("gpt_oss").to("npu")
+    before = implementation(model)
+    for name in ("npu_flash_attention", before):
+        model.set_attn_implementation(name)
+    assert implementation(model) == "eager"
+    assert launches(model) == 2
+
+
 # ---- when it is not --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("named", ["eager", "flash_attention_2"])
 def test_an_attention_implementation_that_was_asked_for_stays(registered, named) -> None:

@@ -82,6 +82,13 @@ def exchanges_keys() -> bool:
     return ".tensor.experimental." in (getattr(function, "__module__", None) or "")
 
 
+def exchange() -> ModuleType:
+    """Return what exchanges keys; it is imported when that is first done."""
+    from kernels_ext_npu.context_parallel import attention
+
+    return attention
+
+
 def are_split() -> bool:
     """Tell whether each device has a part of every sequence."""
     return exchanges_keys() or _framework() is not None

@@ -25,7 +25,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
-from kernels_ext_npu.context_parallel import attention as context_parallel
 from kernels_ext_npu.context_parallel import guards
 from kernels_ext_npu.swaps.attention import eligibility, indexers, mla_absorb
 
@@ -51,7 +50,7 @@ def npu_flash_attention(
 def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
     """Describe the mask of a forward for the kernel, by its `attention_mask`."""
     if guards.exchanges_keys():
-        kwargs = context_parallel.mask_arguments(kwargs)
+        kwargs = guards.exchange().mask_arguments(kwargs)
     if eligibility.is_eager_by_default(type(kwargs.get("config"))):  # whose formula masks by a mask alone
         kwargs |= dict.fromkeys(("allow_is_causal_skip", "allow_is_bidirectional_skip"), False)
     return registration.package(NPU_FLASH_ATTENTION.repository).attention_mask(*args, **kwargs)
@@ -126,7 +125,7 @@ def mask_for_kernel(original: Callable) -> Callable:
             and registration.try_package(NPU_FLASH_ATTENTION.repository) is not None
         ):
             return npu_flash_attention_mask(**kwargs)
-        return original(*args, **(context_parallel.mask_arguments(kwargs) if guards.exchanges_keys() else kwargs))
+        return original(*args, **(guards.exchange().mask_arguments(kwargs) if guards.exchanges_keys() else kwargs))
 
     return mask
 
@@ -174,7 +173,7 @@ def preprocess(original: Callable, *args: Any, **kwargs: Any) -> tuple:
     if is_done and mask is None and not isinstance(padding, Tensor):
         mask = padding  # a description, with a paged cache, for which transformers 5.24 wants no mask
     if guards.exchanges_keys() and not is_done:  # a bidirectional mask has no packed sequences
-        mask = context_parallel.sequences(embeddings, positions, padding)
+        mask = guards.exchange().sequences(embeddings, positions, padding)
     elif (
         not guards.are_split()  # positions of a part of a sequence do not tell where others begin
         and positions is not None
@@ -193,7 +192,7 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> Tensor:
     if guards.exchanges_keys() and (getattr(module, "is_causal", True) or kwargs.get("cu_seq_lens_q") is None):
-        return context_parallel.attend(module, query, key, value, attention_mask, *args, **kwargs)
+        return guards.exchange().attend(module, query, key, value, attention_mask, *args, **kwargs)
     guards.refuse_sinks(query, kwargs.get("s_aux"))
     if kwargs.get("cu_seq_lens_q") is None:
         kwargs |= guards.gathered_cu_seqlens(module, query, kwargs.get("position_ids"))

@@ -210,7 +210,7 @@ class _Leaf(nn.Module):
         return result
 
 
-_UNITS: dict[str, Callable[[Tensor], Tensor]] = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "SwiGLUMLP": F.silu,
     "GeGLUMLP": lambda x: F.gelu(x, approximate="tanh"),
     "ExactGeGLUMLP": F.gelu,
@@ -257,8 +257,8 @@ def _find_roles(leaves: dict[str, _Leaf], y: Tensor, x: Tensor) -> Iterator[tupl
         return
     for gate, up in permutations(ins) if len(ins) == 2 else ((*ins, *ins),):
         first, second = (ins[gate], ins[up]) if gate != up else ins[gate].chunk(2, -1)
-        for layer, unit in _UNITS.items():
-            if _are_same(leaves[down].seen[0], unit(first) * second, [*ins.values()]):
+        for layer, activation in _ACTIVATIONS.items():
+            if _are_same(leaves[down].seen[0], activation(first) * second, [*ins.values()]):
                 yield layer, gate, up, down
 
 

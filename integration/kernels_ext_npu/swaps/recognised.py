@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _OWNER = "recognised"
 _WHAT = "_kernels_recognised"  # attribute of a forward of ours: what the module was recognised as
 _OTHERS = Reason("settings", "its settings are others now")
-_UNITS: dict[str, Callable[[ModuleType], Callable]] = {
+_FUNCTIONS: dict[str, Callable[[ModuleType], Callable]] = {
     "SwiGLUMLP": lambda swiglu: swiglu.swiglu,
     "GeGLUMLP": lambda swiglu: swiglu.geglu,
     "ExactGeGLUMLP": lambda swiglu: functools.partial(swiglu.geglu, approximate="none"),
@@ -108,12 +108,14 @@ def _forward_with(package: ModuleType, what: Recognised, matched: FunctionType) 
 
 
 def _mlp(package: ModuleType, what: Recognised) -> FunctionType:
-    roles, unit = dict(what.roles), _UNITS[what.layer](package)
+    roles, function = dict(what.roles), _FUNCTIONS[what.layer](package)
     gate, up, down = roles["gate"], roles["up"], roles["down"]
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         children: Any = self._modules
-        return children[down](unit(children[gate](x)) if gate == up else unit(children[gate](x), children[up](x)))
+        return children[down](
+            function(children[gate](x)) if gate == up else function(children[gate](x), children[up](x))
+        )
 
     return forward  # type: ignore[return-value]
 

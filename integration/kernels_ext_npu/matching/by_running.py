@@ -41,7 +41,7 @@ class Recognised(NamedTuple):
     """What a module computes."""
 
     layer: str  # the layer that computes the same
-    roles: tuple[tuple[str, Any], ...]  # what stands for what, as the layer calls it
+    roles: tuple[tuple[str, Any], ...]  # what the layer reads -> the name of that in the module, or the value of eps
     settings: Settings  # for which that holds
 
 
@@ -122,7 +122,7 @@ def _norm(module: nn.Module) -> tuple[str, tuple[tuple[str, Any], ...]] | None:
             # one that computes in 16 bits throughout is further from its own formula than the kernel
             is_never_cast = layer == "RMSNorm" and _CAST not in called
             if is_never_cast or all(_rounds_alike(run, formula, width, *dtypes, eps) for dtypes in _DTYPES):
-                return layer, (("eps", eps), ("weight", names[0] if names else None))
+                return layer, (("variance_epsilon", eps), *(("weight", name) for name in names))
     return None
 
 
@@ -242,8 +242,10 @@ def _gated_mlp(module: nn.Module) -> tuple[str, tuple[tuple[str, Any], ...]] | N
     if found is None or len(found) != 1:
         return None
     check_sizes(lambda given: run(given)[1], width)
-    ((layer, *names),) = found
-    return layer, tuple(zip(("gate", "up", "down"), names))
+    ((layer, gate, up, down),) = found
+    if gate == up:
+        return f"Fused{layer}", (("gate_up_proj", gate), ("down_proj", down))
+    return layer, (("gate_proj", gate), ("up_proj", up), ("down_proj", down))
 
 
 def _find_roles(leaves: dict[str, _Leaf], y: Tensor, x: Tensor) -> Iterator[tuple[Any, ...]]:

@@ -7,7 +7,7 @@ since, the forward of its class computes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.loaded_kernels import forward_owner, set_forward
 from kernels_ext_npu.binding.step_aside import guarded_forward
-from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, MLPS
+from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
@@ -29,11 +29,6 @@ if TYPE_CHECKING:
 _OWNER = "recognised"
 _WHAT = "_kernels_recognised"  # attribute of a forward of ours: what the module was recognised as
 _OTHERS = Reason("settings", "its settings are others now")
-_FUNCTIONS: dict[str, Callable[[ModuleType], Callable]] = {
-    "SwiGLUMLP": lambda swiglu: swiglu.swiglu,
-    "GeGLUMLP": lambda swiglu: swiglu.geglu,
-    "ExactGeGLUMLP": lambda swiglu: functools.partial(swiglu.geglu, approximate="none"),
-}
 
 
 def find(view: View) -> Iterator[Decision]:
@@ -56,6 +51,28 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
             set_forward(module, None, _OWNER)
     for module, forward in forwards.items():
         set_forward(module, forward, _OWNER)
+        if (pair := _gate_and_up(module, view.recognised[module])) is not None:
+            registration.package("SwiGLU").packing.pack(*pair)
+
+
+def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
+    """Say of gated MLPs why they multiply twice."""
+    found = {}
+    for decision in served:
+        what = view.recognised.get(decision.module)
+        pair = None if what is None else _gate_and_up(decision.module, what)
+        if pair is not None and forward_owner(pair[0]) is None:  # of those with adapters their own rows tell
+            packing = registration.package("SwiGLU").packing
+            apart = packing.separate(*pair)
+            if apart is not None:
+                found[decision] = f"two products, since {packing.obstacle(*pair) or apart}"
+    return found
+
+
+def _gate_and_up(module: nn.Module, what: Recognised) -> tuple[Any, Any] | None:
+    """Return the projections of a gated MLP whose weights are laid side by side; None if there are no two."""
+    roles = dict(what.roles)
+    return (module._modules[roles["gate_proj"]], module._modules[roles["up_proj"]]) if "gate_proj" in roles else None
 
 
 def _refusal(module: nn.Module, what: Recognised, before: Recognised | None) -> str | None:
@@ -96,46 +113,31 @@ def _make_forward(what: Recognised, matched: FunctionType) -> FunctionType:
 @functools.cache
 def _forward_with(package: ModuleType, what: Recognised, matched: FunctionType) -> FunctionType:
     """Return the forward that computes by a layer what a module was recognised as."""
+    layer, roles = getattr(package.layers, what.layer).forward, dict(what.roles)
+    eps = roles.pop("variance_epsilon", None)
 
     def holds(module: nn.Module) -> bool:
         return not torch.compiler.is_compiling() and _has(module, what.settings) and _are_unwatched(module, what)
 
-    compute = _mlp(package, what) if KIND_OF_LAYER[what.layer] is MLPS else _norm(package, what)
-    compute.__qualname__ = f"{_OWNER}.forward"
-    forward = guarded_forward(compute, matched, holds)
-    setattr(forward, _WHAT, what)
-    return forward
-
-
-def _mlp(package: ModuleType, what: Recognised) -> FunctionType:
-    roles, function = dict(what.roles), _FUNCTIONS[what.layer](package)
-    gate, up, down = roles["gate"], roles["up"], roles["down"]
-
     def forward(self: nn.Module, x: Tensor) -> Tensor:
-        children: Any = self._modules
-        return children[down](
-            function(children[gate](x)) if gate == up else function(children[gate](x), children[up](x))
-        )
+        return layer(_Roles(self, roles, eps), x)
 
-    return forward  # type: ignore[return-value]
+    forward.__qualname__ = f"{_OWNER}.{forward.__name__}"
+    made = guarded_forward(forward, matched, holds)  # type: ignore[arg-type]
+    setattr(made, _WHAT, what)
+    return made
 
 
 class _Roles:
-    """The members that a layer of norms reads."""
+    """The members that a layer reads, by the names that it has for them."""
 
-    def __init__(self, weight: Tensor | None, eps: float, training: bool) -> None:
-        self.weight, self.variance_epsilon, self.training = weight, eps, training
-        self._parameters = {"weight": weight}
-
-
-def _norm(package: ModuleType, what: Recognised) -> FunctionType:
-    roles, layer = dict(what.roles), getattr(package.layers, what.layer).forward
-    weight, eps = roles["weight"], roles["eps"]
-
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return layer(_Roles(self._parameters[weight] if weight else None, eps, self.training), x)
-
-    return forward  # type: ignore[return-value]
+    def __init__(self, module: nn.Module, roles: dict[str, str], eps: float | None) -> None:
+        self.training = module.training
+        if eps is None:
+            self._modules = {role: module._modules[name] for role, name in roles.items()}
+        else:
+            self._parameters = {role: module._parameters[name] for role, name in roles.items()}
+            self.weight, self.variance_epsilon = self._parameters.get("weight"), eps
 
 
-FINDER = Finder("recognised", find, put)
+FINDER = Finder("recognised", find, put, remarks=remarks)

@@ -312,11 +312,12 @@ class Packed(nn.Module):
         return self.c_proj(F.silu(gate) * up)
 
 
-SWIGLUS = (MetaMLP, UpFirst, BySigmoid, ByModule, InFloat32, WithBiases, Helped, Packed)
+SWIGLUS = (MetaMLP, UpFirst, BySigmoid, ByModule, InFloat32, WithBiases, Helped)
 MLPS = {
     **dict.fromkeys(SWIGLUS, "SwiGLUMLP"),
     **dict.fromkeys((TanhGated, TanhByModule), "GeGLUMLP"),
     ExactlyGated: "ExactGeGLUMLP",
+    Packed: "FusedSwiGLUMLP",
 }
 
 

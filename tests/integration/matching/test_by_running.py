@@ -2,6 +2,7 @@
 
 import copy
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from tests.integration.matching.other_peoples_code import (
     NORMS,
     WIDTH,
     ByModule,
+    Helped,
     MetaMLP,
     MetaNorm,
 )
@@ -61,6 +63,20 @@ def test_it_is_served_by_the_layer_that_computes_the_same(served) -> None:
     assert said(model) == [(SERVED[type(plain.part)], True)]
     assert launched(lambda: model(x.npu())) == 1
     torch.testing.assert_close(model(x.npu()).cpu(), plain(x), rtol=1e-5, atol=1e-5)  # sums of float32 in another order
+
+
+def products(call) -> int:
+    softnpu.reset_counters()
+    call()
+    return sum(count for name, count in softnpu.counters().items() if name in ("mm", "addmm", "linear", "matmul"))
+
+
+def test_gate_and_up_are_one_product(registered) -> None:
+    model = Block(MetaMLP()).to("npu")
+    x = torch.randn(2, 5, WIDTH, device="npu")
+    assert products(lambda: model(x)) == 3
+    kernels_ext_npu.kernelize(model)
+    assert products(lambda: model(x)) == 2
 
 
 def test_its_gradients_are_those_of_its_own_forward(served) -> None:
@@ -114,6 +130,19 @@ def test_an_activation_of_one_class_and_other_settings_is_another_one(registered
     exact.part.activation.approximate = "tanh"
     torch.testing.assert_close(exact(x), ByModule.forward(exact.part, x))
     assert launched(lambda: exact(x)) == 0
+
+
+def test_adapters_that_are_put_on_it_later_are_computed(registered) -> None:
+    model = kernels_ext_npu.kernelize(Block(Helped()).to("npu"))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["w1", "w2", "w3"], r=4))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    plain = kernels_ext_npu.restore(copy.deepcopy(adapted))
+    x = torch.randn(2, 5, WIDTH, device="npu")
+    torch.testing.assert_close(adapted(x), plain(x), rtol=1e-5, atol=1e-4)  # of sums of some hundred numbers
+    kernels_ext_npu.kernelize(adapted)
+    torch.testing.assert_close(adapted(x), plain(x), rtol=1e-5, atol=1e-4)
 
 
 def test_who_watches_the_activation_sees_it(registered) -> None:

@@ -10,6 +10,7 @@ question.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from itertools import permutations, product
@@ -25,6 +26,7 @@ from kernels_ext_npu.matching.watched_runs import run as run_forward
 
 _SETTINGS = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 _CAST = "_to_copy"
+_MEANS = {"mean", "sum", "norm", "vector_norm", "rms_norm"}
 _MAGNITUDES = (1e-2, 1.0, 1e2, 1e4)
 
 
@@ -33,7 +35,8 @@ class Settings(NamedTuple):
 
     cls: type[nn.Module]
     forward: Any  # that of the class
-    members: tuple[tuple[str, Any], ...]  # numbers, strings and the like
+    members: tuple[tuple[str, Any], ...]  # numbers, strings and the like, of the module or of its class
+    absent: frozenset[str]  # what its code may look for, and the module does not have
     children: tuple[tuple[str, Settings], ...] = ()
 
 
@@ -67,14 +70,29 @@ def recognise(module: nn.Module) -> Recognised | None:
 
 def read_settings(module: nn.Module) -> Settings | None:
     """Return what a forward may read; None if there is more, such as tensors, objects, or modules inside of modules."""
-    members = {name: value for name, value in vars(module).items() if name not in _OWN_TO_TORCH and name != "forward"}
+    cls, own = type(module), vars(module)
+    names = _names_read(cls, cls.forward)  # type: ignore[arg-type]
+    members = {name: own[name] for name in names if name in own and name not in _OWN_TO_TORCH}
+    on_class = {name: inspect.getattr_static(cls, name, None) for name in names.difference(own)}
+    members |= {name: value for name, value in on_class.items() if value is not None and isinstance(value, _SETTINGS)}
     if module._buffers or not all(isinstance(value, _SETTINGS) for value in members.values()):
         return None
     others = {name: child for name, child in module._modules.items() if child is not None and not is_projection(child)}
     children = {name: None if any(child.children()) else read_settings(child) for name, child in others.items()}
     if None in children.values():
         return None
-    return Settings(type(module), type(module).forward, tuple(members.items()), tuple(children.items()))  # type: ignore
+    absent = names.difference(own, members)
+    return Settings(cls, cls.forward, (*members.items(),), absent, (*children.items(),))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _names_read(cls: type[nn.Module], _: Any) -> frozenset[str]:
+    """Return the names in the methods of a class with this forward, and in strings that may be names."""
+    bases = [base for base in cls.__mro__ if base is cls or not base.__module__.startswith("torch.")]
+    codes = [code for base in bases for code in _codes(base)]
+    strings = {constant for code in codes for constant in code.co_consts if isinstance(constant, str)}
+    names = {name for code in codes for name in code.co_names} | set(filter(str.isidentifier, strings))
+    return frozenset(names - {"forward"})  # under which ours is bound
 
 
 def is_projection(child: Any) -> bool:
@@ -90,6 +108,8 @@ def _norm(module: nn.Module) -> tuple[str, tuple[tuple[str, Any], ...]] | None:
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
     if len(names) > 1 or not _takes_one_tensor(module):
         return None
+    if not names and _MEANS.isdisjoint(_names_read(type(module), type(module).forward)):  # type: ignore[arg-type]
+        return None  # a module without numbers of its own may be there for what else it does, and is not run for a try
     weight = module._parameters[names[0]] if names else None
     if weight is not None and (weight.dim() != 1 or not weight.is_floating_point()):
         return None
@@ -175,7 +195,8 @@ def _eps(module: nn.Module, results: Iterable[tuple[Tensor, Tensor]]) -> float |
     """Return the eps of a norm: solved for from what it gives of small numbers, and then read where it is written."""
     candidates: set[float] | None = None
     numbers = {value for value in vars(module).values() if isinstance(value, float)}
-    numbers |= {0.0, torch.finfo(torch.float32).eps, *_constants(type(module))}
+    numbers |= {0.0, torch.finfo(torch.float32).eps}
+    numbers |= {number for code in _codes(type(module)) for number in code.co_consts if isinstance(number, float)}
     for x, normed in results:
         mean, factor = x.square().mean(-1, keepdim=True), normed / x
         if not is_close(factor, factor[..., :1].expand_as(factor), 1e-4):  # another mean, or not the last dimension
@@ -186,12 +207,12 @@ def _eps(module: nn.Module, results: Iterable[tuple[Tensor, Tensor]]) -> float |
     return min(candidates) if candidates else None
 
 
-def _constants(cls: type) -> Iterator[float]:
-    """Yield the numbers that are written in the methods of a class."""
+def _codes(cls: type) -> Iterator[CodeType]:
+    """Yield the code of the methods of a class itself, and of the functions in them."""
     codes = [value.__code__ for value in vars(cls).values() if isinstance(value, FunctionType)]
     for code in codes:  # grows while it runs
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        yield from (constant for constant in code.co_consts if isinstance(constant, float))
+        yield code
 
 
 class _Leaf(nn.Module):

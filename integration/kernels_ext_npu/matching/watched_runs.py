@@ -90,9 +90,7 @@ class _Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, _, name = function._schema.name.partition("::")
-        if (
-            kind == "aten" and name.removesuffix("_") not in _KNOWN and name != "randn"
-        ):  # which stands for a linear layer
+        if kind != "prim" and (kind != "aten" or name.removesuffix("_") not in _KNOWN):
             raise NotRecognisedError(name)
         self.called.add(name)
         return function(*args, **(kwargs or {}))

@@ -101,7 +101,10 @@ def _has(module: Any, settings: Settings) -> bool:
     if type(module) is not settings.cls or settings.cls.forward is not settings.forward:
         return False
     members, children = vars(module), module._modules
-    return all(name in members and members[name] == value for name, value in settings.members) and all(
+    for name, value in settings.members:
+        if (members[name] if name in members else getattr(settings.cls, name, None)) != value:
+            return False
+    return settings.absent.isdisjoint(members) and all(
         _has(children.get(name), inner) for name, inner in settings.children
     )
 

@@ -76,6 +76,11 @@ class InheritingNorm(MetaNorm):
         return super()._norm(x.float()).to(x.dtype) * self.gain
 
 
+class DelegatingNorm(MetaNorm):
+    def forward(self, x):
+        return super().forward(x)
+
+
 class WeightlessNorm(nn.Module):
     def forward(self, x):
         y = x.float()
@@ -107,6 +112,7 @@ NORMS = {
     FunctionalNorm: "RMSNormCastLast",
     LiteralNorm: "RMSNorm",
     InheritingNorm: "RMSNorm",
+    DelegatingNorm: "RMSNorm",
     WeightlessNorm: "RMSNormWeightless",
     GemmaLikeNorm: "RMSNormZeroCentered",
     PlainNorm: "RMSNorm",
@@ -213,6 +219,13 @@ class DetachedMean(Scaled):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True).detach() + self.epsilon) * self.gain
 
 
+class Exchanging(MetaNorm):
+    """Calls an operator of another library than torch."""
+
+    def forward(self, x):
+        return torch.ops._c10d_functional.wait_tensor(super().forward(x))
+
+
 class WithoutGradients(MetaNorm):
     def forward(self, x):
         return super().forward(x) if torch.is_grad_enabled() else x
@@ -225,7 +238,8 @@ class OfMatricesAlone(MetaNorm):
 
 LIKE_NORMS = [
     *(EpsOutside, SumForMean, Centred, OverTokens, ScaledByRoot, Biased, Clamped, OfLongOnesOnly, InTrainingOnly),
-    *(Counting, Reading, Dropping, Writing, InGroups, RoundedTwice, SquaredGain, DetachedMean, WithoutGradients),
+    *(Counting, Reading, Dropping, Writing, InGroups, RoundedTwice, SquaredGain, DetachedMean, Exchanging),
+    WithoutGradients,
     OfMatricesAlone,
 ]
 

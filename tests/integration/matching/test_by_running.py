@@ -122,6 +122,36 @@ def test_another_setting_is_looked_at_again(registered) -> None:
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("owner", ["module", "class"])
+def test_what_stands_on_the_class_is_a_setting_too(registered, owner: str) -> None:
+    class Norm(MetaNorm):
+        has_offset = False
+
+        def forward(self, x):
+            gain = 1 + self.gain if self.has_offset else self.gain
+            return self._norm(x.float()).type_as(x) * gain
+
+    model = kernels_ext_npu.kernelize(Block(Norm()).to("npu"))
+    x = torch.randn(2, 5, WIDTH, device="npu")
+    assert launched(lambda: model(x)) == 1
+    (model.part if owner == "module" else Norm).has_offset = True
+    assert launched(lambda: model(x)) == 0
+    torch.testing.assert_close(model(x), Norm.forward(model.part, x))
+
+
+def test_what_a_forward_looks_for_and_is_put_there_later_is_seen(registered) -> None:
+    class Norm(MetaNorm):
+        def forward(self, x):
+            return self._norm(x.float()).type_as(x) * self.gain * getattr(self, "factor", 1.0)
+
+    model = kernels_ext_npu.kernelize(Block(Norm()).to("npu"))
+    x = torch.randn(2, 5, WIDTH, device="npu")
+    model.part.note = "nobody reads this"
+    assert launched(lambda: model(x)) == 1
+    model.part.factor = 2.0
+    torch.testing.assert_close(model(x), Norm.forward(model.part, x))
+
+
 def test_an_activation_of_one_class_and_other_settings_is_another_one(registered) -> None:
     exact, by_tanh = (Block(ByModule(nn.GELU(approximate=name))) for name in ("none", "tanh"))
     models = [kernels_ext_npu.kernelize(block.to("npu")) for block in (exact, by_tanh)]
@@ -186,3 +216,15 @@ def test_what_surrounds_a_model_is_neither_seen_nor_changed(registered) -> None:
     assert [said(block)[0][1] for block in blocks] == [True, True]
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(torch.npu.get_rng_state(), npu_state)
+
+
+def test_a_module_without_numbers_that_is_there_for_something_else_is_not_run(registered) -> None:
+    calls = []
+
+    class Recording(nn.Module):
+        def forward(self, x):
+            calls.append(x.shape)
+            return x
+
+    kernels_ext_npu.report(kernels_ext_npu.kernelize(Block(Recording()).to("npu")))
+    assert not calls

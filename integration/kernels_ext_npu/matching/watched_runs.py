@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,8 @@ _KNOWN = {
     *_MADE,
     "randn",
 }  # the last is what stands for a product
-IN_FLOAT32 = 1e-5  # a sum of some hundred products, rounded to float32 inside
+MAGNITUDES = (1e-2, 1.0, 1e2, 1e4)  # of numbers at which limits show
+_IN_FLOAT32 = 1e-5  # a sum of some hundred products, rounded to float32 inside
 
 
 class NotRecognisedError(Exception):
@@ -108,9 +110,28 @@ def check_sizes(call: Callable[[Tensor], Tensor], width: int) -> None:
         raise NotRecognisedError("it asks for sizes")
 
 
-def is_close(found: Tensor, expected: Tensor, limit: float = IN_FLOAT32) -> bool:
+def is_close(found: Tensor, expected: Tensor, limit: float = _IN_FLOAT32) -> bool:
     """Tell whether two tensors are as near as float32 inside lets them be."""
     if found.shape != expected.shape:
         return False
     found, expected = found.double(), expected.double()
     return bool((found - expected).abs().max() <= limit * (expected.abs().max() + torch.finfo(torch.float32).tiny))
+
+
+def are_same(found: Tensor, expected: Tensor, arguments: list[Tensor]) -> bool:
+    """Tell whether two results are the same, and their gradients with regard to some tensors, if they have any."""
+    if not is_close(found, expected) or found.requires_grad != expected.requires_grad:
+        return False
+    if not found.requires_grad:
+        return True
+    grad = torch.randn_like(expected)
+    ours, theirs = (
+        torch.autograd.grad(each, arguments, grad.to(each.dtype), retain_graph=True) for each in (expected, found)
+    )
+    return all(is_close(b, a, 10 * _IN_FLOAT32) for a, b in zip(ours, theirs))  # a sum more is rounded on the way
+
+
+def takes_one_tensor(module: nn.Module) -> bool:
+    """Tell whether the forward of a module has one parameter."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return len(parameters) == 1 and parameters[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD

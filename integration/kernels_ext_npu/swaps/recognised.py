@@ -24,7 +24,8 @@ from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 
 if TYPE_CHECKING:
-    from kernels_ext_npu.matching.by_running import Recognised, Settings
+    from kernels_ext_npu.matching.by_running import Recognised
+    from kernels_ext_npu.matching.module_settings import Settings
 
 _OWNER = "recognised"
 _WHAT = "_kernels_recognised"  # attribute of a forward of ours: what the module was recognised as
@@ -62,10 +63,10 @@ def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
         what = view.recognised.get(decision.module)
         pair = None if what is None else _gate_and_up(decision.module, what)
         if pair is not None and forward_owner(pair[0]) is None:  # of those with adapters their own rows tell
-            packing = registration.package("SwiGLU").packing
-            apart = packing.separate(*pair)
+            layout = registration.package("SwiGLU").packing
+            apart = layout.separate(*pair)
             if apart is not None:
-                found[decision] = f"two products, since {packing.obstacle(*pair) or apart}"
+                found[decision] = f"two products, since {layout.obstacle(*pair) or apart}"
     return found
 
 

@@ -280,6 +280,15 @@ class ByModule(Projected):
         return self.w2(torch.mul(self.activation(self.w1(hidden)), self.w3(hidden)))
 
 
+class ByFunction(Projected):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = F.silu
+
+    def forward(self, x):
+        return self.w2(self.act(self.w1(x)) * self.w3(x))
+
+
 class TanhGated(Projected):
     def forward(self, x):
         return self.w2(F.gelu(self.w1(x), approximate="tanh") * self.w3(x))
@@ -326,7 +335,7 @@ class Packed(nn.Module):
         return self.c_proj(F.silu(gate) * up)
 
 
-SWIGLUS = (MetaMLP, UpFirst, BySigmoid, ByModule, InFloat32, WithBiases, Helped)
+SWIGLUS = (ByFunction, MetaMLP, UpFirst, BySigmoid, ByModule, InFloat32, WithBiases, Helped)
 MLPS = {
     **dict.fromkeys(SWIGLUS, "SwiGLUMLP"),
     **dict.fromkeys((TanhGated, TanhByModule), "GeGLUMLP"),

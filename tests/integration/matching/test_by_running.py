@@ -152,8 +152,13 @@ def test_what_a_forward_looks_for_and_is_put_there_later_is_seen(registered) -> 
     torch.testing.assert_close(model(x), Norm.forward(model.part, x))
 
 
-def test_an_activation_of_one_class_and_other_settings_is_another_one(registered) -> None:
-    exact, by_tanh = (Block(ByModule(nn.GELU(approximate=name))) for name in ("none", "tanh"))
+class GELU(nn.GELU):
+    """A class of one's own, with torch's forward."""
+
+
+@pytest.mark.parametrize("gelu", [nn.GELU, GELU])
+def test_an_activation_of_one_class_and_other_settings_is_another_one(registered, gelu) -> None:
+    exact, by_tanh = (Block(ByModule(gelu(approximate=name))) for name in ("none", "tanh"))
     models = [kernels_ext_npu.kernelize(block.to("npu")) for block in (exact, by_tanh)]
     assert [said(model)[0][0] for model in models] == ["ExactGeGLUMLP", "GeGLUMLP"]
     x = 3 * torch.randn(2, 5, WIDTH, device="npu")

@@ -58,15 +58,16 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
 
 def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
     """Say of gated MLPs why they multiply twice."""
-    found = {}
+    found: dict[Decision, str] = {}
+    if (package := registration.try_package("SwiGLU")) is None:
+        return found
     for decision in served:
         what = view.recognised.get(decision.module)
         pair = None if what is None else _gate_and_up(decision.module, what)
         if pair is not None and forward_owner(pair[0]) is None:  # of those with adapters their own rows tell
-            layout = registration.package("SwiGLU").packing
-            apart = layout.separate(*pair)
+            apart = package.packing.separate(*pair)
             if apart is not None:
-                found[decision] = f"two products, since {layout.obstacle(*pair) or apart}"
+                found[decision] = f"two products, since {package.packing.obstacle(*pair) or apart}"
     return found
 
 
@@ -103,7 +104,8 @@ def _has(module: Any, settings: Settings) -> bool:
         return False
     members, children = vars(module), module._modules
     for name, value in settings.members:
-        if (members[name] if name in members else getattr(settings.cls, name, None)) != value:
+        found = members[name] if name in members else getattr(settings.cls, name, None)
+        if type(found) is not type(value) or found != value:  # a tensor is not compared: the host would wait for it
             return False
     return settings.absent.isdisjoint(members) and all(
         _has(children.get(name), inner) for name, inner in settings.children

@@ -233,3 +233,18 @@ def test_a_module_without_numbers_that_is_there_for_something_else_is_not_run(re
 
     kernels_ext_npu.report(kernels_ext_npu.kernelize(Block(Recording()).to("npu")))
     assert not calls
+
+
+def test_a_model_is_reported_once_kernels_are_unregistered(registered) -> None:
+    model = kernels_ext_npu.kernelize(Block(Helped()).to("npu"))
+    kernels_ext_npu.unregister()
+    assert said(model) == [("SwiGLUMLP", True)]
+    kernels_ext_npu.restore(model)
+    assert said(model) == [("SwiGLUMLP", False)]
+
+
+def test_a_setting_that_becomes_a_tensor_is_left_to_the_class(registered) -> None:
+    model = kernels_ext_npu.kernelize(Block(MetaNorm()).to("npu"))
+    x = torch.randn(2, 5, WIDTH, device="npu")
+    model.part.epsilon = torch.full((WIDTH,), 0.5, device="npu")
+    torch.testing.assert_close(model(x), MetaNorm.forward(model.part, x))

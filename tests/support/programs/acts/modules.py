@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 from transformers.activations import ACT2FN, SiLUActivation
 
 import kernels_ext_npu
@@ -107,13 +106,10 @@ def change_a_class_back(side: Side, choice: Random) -> None:
 
 @act()
 def change_the_forward_of_a_class(side: Side, choice: Random) -> None:
-    """For all its instances, as patches of frameworks do, by one that calls it.
-
-    Both sides have one class, but for what torch makes for one module whose weight it parametrizes.
-    """
+    """For all its instances, as patches of frameworks do; torch makes a class for each parametrized module."""
     _, module = choice.choice(side.named(*PATCHED))
     cls, factor = type(module), choice.choice([1.25, 1])
-    if cls in _DERIVED.values() or (side.home != "cpu" and not is_parametrized(module)):
+    if cls in _DERIVED.values() or (side.home != "cpu" and not nn.utils.parametrize.is_parametrized(module)):
         return
     original = cls.forward
 

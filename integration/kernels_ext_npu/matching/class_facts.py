@@ -32,7 +32,7 @@ class ClassFacts(NamedTuple):
         names_attention: whether it calls the attention that its config names.
         is_indexer: whether it is an indexer whose forward is known.
         is_experts: whether it calls the experts implementation that its config names.
-        is_of_others: whether its forward is neither torch's nor transformers' own, and no pattern knows it.
+        is_run: whether it is run to find what it computes: its code is other people's, and no pattern knows it.
         functions: those that it calls, and that kernels may serve.
     """
 
@@ -43,23 +43,23 @@ class ClassFacts(NamedTuple):
     names_attention: bool
     is_indexer: bool
     is_experts: bool
-    is_of_others: bool
+    is_run: bool
     functions: tuple[CalledFunction, ...]
 
 
 @functools.cache
 def class_facts(cls: type[nn.Module], forward: object) -> ClassFacts:
     """Return what there is to know of a class that has this forward now."""
-    kind = classify_class(cls)
+    pattern, kind = find_pattern(cls), classify_class(cls)
     return ClassFacts(
-        pattern=find_pattern(cls),
+        pattern=pattern,
         kind=kind,
         may_have_kind=kind is None and is_classified_by_name(cls),
         attends=attends(cls),
         names_attention=calls_attention_by_name(cls),
         is_indexer=indexer_rewriter(cls) is not None,
         is_experts=is_experts_class(cls),
-        is_of_others=find_pattern(cls) is None and _is_of_others(cls, forward),
+        is_run=pattern is None and _is_of_others(cls, forward),
         functions=called_functions(cls),
     )
 

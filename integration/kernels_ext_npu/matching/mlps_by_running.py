@@ -20,13 +20,13 @@ class _Leaf(nn.Module):
 
     def __init__(self, width: int, magnitude: float) -> None:
         super().__init__()
-        self.width, self.magnitude = width, magnitude
+        self.base, self.slope = magnitude * torch.randn(2, width, dtype=torch.float64)
         self.seen: list[Tensor] = []
         self.given: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append(x)
-        result = self.magnitude * torch.randn(*x.shape[:-1], self.width, dtype=x.dtype)
+        result = (self.base + self.slope * x[..., :1]).to(x.dtype)  # others for each token
         self.given.append(result.requires_grad_(torch.is_grad_enabled()))
         return result
 
@@ -56,11 +56,14 @@ def find_gated_mlp(module: nn.Module) -> tuple[str, tuple[tuple[str, Any], ...]]
 
     x = torch.randn(2, 3, width, dtype=torch.float64)
     found: set[tuple[Any, ...]] | None = None
-    for given, magnitude, training, with_grad in product((x, x[0]), (1.0, *MAGNITUDES), (False, True), (False, True)):
+    for given, magnitude, training, with_grad in product((x, x[0]), MAGNITUDES, (False, True), (False, True)):
         with torch.set_grad_enabled(with_grad):
             roles = set(_find_roles(*run(given, magnitude, training), given))
         found = roles if found is None else found & roles
-    if found is None or len(found) != 1:
+    for dtype in (torch.bfloat16, torch.float16):  # a forward may ask for the dtype
+        given = x.to(dtype)
+        found = found and found & set(_find_roles(*run(given), given))
+    if not found or len(found) > 1:
         return None
     check_sizes(lambda given: run(given)[1], width)
     ((layer, gate, up, down),) = found

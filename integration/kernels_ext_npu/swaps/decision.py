@@ -83,7 +83,7 @@ class View:
     @functools.cached_property
     def recognised(self) -> dict[nn.Module, Recognised]:
         """The modules of classes that no pattern knows, and what they were found to compute by running them."""
-        classes = [cls for cls, facts in self.facts.items() if facts.is_of_others]
+        classes = [cls for cls, facts in self.facts.items() if facts.is_run]
         if not classes:
             return {}
         from kernels_ext_npu.matching.by_running import recognise  # models of transformers do without

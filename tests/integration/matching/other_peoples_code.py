@@ -395,6 +395,19 @@ class ByLength(MetaMLP):
         return super().forward(x) if x.shape[-2] < 100 else x
 
 
+class OtherwiseInHalf(MetaMLP):
+    def forward(self, x):
+        return super().forward(x) if x.dtype != torch.float16 else self.w2(self.w1(x) * self.w3(x))
+
+
+class Noisy(Projected):
+    """Adds what is too little to be seen in numbers."""
+
+    def forward(self, x):
+        hidden = F.silu(self.w1(x)) * self.w3(x)
+        return self.w2(hidden + 1e-9 * torch.randn(hidden.shape, dtype=x.dtype, device=x.device))
+
+
 class GatedTwice(Projected):
     def forward(self, x):
         return self.w2(F.silu(self.w1(x)) * F.silu(self.w3(x)))
@@ -436,5 +449,5 @@ class Interleaved(Packed):
 
 LIKE_MLPS = [
     *(ReluGated, ClampedAtSeven, Squared, Added, Residual, Halved, DroppedInside, SteeperGate, FirstToken, ByLength),
-    *(GatedTwice, ShiftedUp, HalvedGradient, PackedUpFirst, Interleaved),
+    *(OtherwiseInHalf, Noisy, GatedTwice, ShiftedUp, HalvedGradient, PackedUpFirst, Interleaved),
 ]

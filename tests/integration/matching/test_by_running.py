@@ -97,7 +97,8 @@ def test_in_16_bits_it_is_as_near_to_float64_as_its_own_forward(served, dtype) -
     model, rounded = model.to(dtype), copy.deepcopy(plain).to(dtype)
     truth = copy.deepcopy(rounded).double()(x.double())
     ours, theirs = (result.double() - truth for result in (model(x.npu()).cpu(), rounded(x)))
-    assert ours.norm() <= 1.1 * theirs.norm() + torch.finfo(dtype).eps * truth.norm()  # kernels round once, at the end
+    # kernels round once, at the end: by half a unit at most
+    assert ours.norm() <= theirs.norm() + torch.finfo(dtype).eps / 2 * truth.norm()
 
 
 @pytest.mark.parametrize("cls", [*LIKE_NORMS, *LIKE_MLPS], ids=lambda cls: cls.__name__)

@@ -1,4 +1,4 @@
-"""What finders ask of the classes in a model, asked once of a class and its forward, which libraries replace."""
+"""What finders ask of the classes in a model, asked once of a class with its forward and mark, which may change."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class ClassFacts(NamedTuple):
 
 
 @functools.cache
-def class_facts(cls: type[nn.Module], forward: object) -> ClassFacts:
-    """Return what there is to know of a class that has this forward now."""
+def class_facts(cls: type[nn.Module], forward: object, mark: str | None) -> ClassFacts:
+    """Return what there is to know of a class that has this forward and this mark of `kernels` now."""
     pattern, kind = find_pattern(cls), classify_class(cls)
     return ClassFacts(
         pattern=pattern,

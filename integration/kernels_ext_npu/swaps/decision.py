@@ -69,7 +69,8 @@ class View:
         self.by_class: dict[type[nn.Module], list[nn.Module]] = {}
         for _, module in self.named:
             self.by_class.setdefault(type(module), []).append(module)
-        self.facts = {cls: class_facts(cls, cls.forward) for cls in self.by_class}  # type: ignore[arg-type]
+        marks = {cls: getattr(cls, "kernel_layer_name", None) for cls in self.by_class}
+        self.facts = {cls: class_facts(cls, cls.forward, mark) for cls, mark in marks.items()}  # type: ignore[arg-type]
 
     def instances(self, classes: Collection[type[nn.Module]]) -> list[tuple[str, nn.Module]]:
         """Return the modules of some classes, with their paths, in the order of the model."""

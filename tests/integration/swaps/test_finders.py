@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 
+import kernels
 import pytest
 import torch
 from torch import Tensor, nn
@@ -70,3 +71,16 @@ def test_strict_registration_refuses_what_a_new_kind_refuses(model) -> None:
     model.get_input_embeddings().max_norm = 1.0
     with pytest.raises(RuntimeError, match=r"model.embed_tokens \(Embedding\): it has a norm of its own"):
         kernels_ext_npu.kernelize(model)
+
+
+def test_a_class_that_is_marked_after_a_report_is_in_the_next_one(registered) -> None:
+    class Scale(nn.Module):
+        """Of no kind, until somebody says which."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    model = nn.Sequential(Scale(), nn.Linear(2, 2)).to("npu")
+    assert not rows(model, "norms")
+    kernels.use_kernel_forward_from_hub("RMSNorm")(Scale)
+    assert [row.class_name for row in rows(model, "norms")] == ["Scale"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,7 +67,7 @@ def run(module: nn.Module, members: dict[str, Any], x: Tensor, called: set[str] 
     made = stand_in(module, members)
     before, tensors = dict(vars(made)), [x, *(p for p in made._parameters.values() if p is not None)]
     versions = [tensor._version for tensor in tensors]
-    with _Watched(called):
+    with Watched(called):
         result = type(module).forward(made, x)
     is_written = vars(made) != before or [tensor._version for tensor in tensors] != versions
     if is_written or not isinstance(result, Tensor):
@@ -75,16 +75,17 @@ def run(module: nn.Module, members: dict[str, Any], x: Tensor, called: set[str] 
     return result
 
 
-class _Watched(TorchDispatchMode):
+class Watched(TorchDispatchMode):
     """Refuses operators that no formula has: those that read numbers on the host, draw them, or write in place."""
 
-    def __init__(self, called: set[str] | None) -> None:
+    def __init__(self, called: set[str] | None = None, extra: Set[str] = frozenset()) -> None:
         super().__init__()
         self.called = set() if called is None else called
+        self.known = _KNOWN | extra
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, _, name = function._schema.name.partition("::")
-        if kind != "prim" and (kind != "aten" or name.removesuffix("_") not in _KNOWN):
+        if kind != "prim" and (kind != "aten" or name.removesuffix("_") not in self.known):
             raise NotRecognisedError(name)
         self.called.add(name)
         return function(*args, **(kwargs or {}))

@@ -19,13 +19,18 @@ from torch import nn
 from kernels_ext_npu.binding.forward_binding import bound_kernel
 from kernels_ext_npu.binding.loaded_kernels import OWNER, set_forward
 from kernels_ext_npu.binding.registration import Registration
+from kernels_ext_npu.catalogue import ROTARY
 from kernels_ext_npu.matching.class_facts import class_facts
+from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.swaps import refusals
+from kernels_ext_npu.transformers_internals import original_function
 
 if TYPE_CHECKING:
     from kernels import Mode
 
     from kernels_ext_npu.matching.by_running import Recognised
+    from kernels_ext_npu.matching.function_scan import CalledFunction
+    from kernels_ext_npu.matching.rotations_by_running import Rotation
 
 
 @dataclass(frozen=True)
@@ -93,10 +98,28 @@ class View:
         return {module: what for module, what in found.items() if what is not None}
 
     @functools.cached_property
+    def rotations(self) -> dict[CalledFunction, Rotation]:
+        """The rotary functions of other people's code that no pattern knows, and how they rotate."""
+        called = {callee for facts in self.facts.values() for callee in facts.functions if callee.kind is ROTARY}
+        functions = {callee: original_function(callee.function) for callee in called}
+        unknown = {c: f for c, f in functions.items() if f is not None and _is_of_others(f) and find_pattern(f) is None}
+        if not unknown:
+            return {}
+        from kernels_ext_npu.matching.rotations_by_running import find_rotation  # models of transformers do without
+
+        found = {callee: find_rotation(function) for callee, function in unknown.items()}
+        return {callee: rotation for callee, rotation in found.items() if rotation is not None}
+
+    @functools.cached_property
     def placed(self) -> list[tuple[nn.Module, str, Any]]:
         """The modules that layers of ours compute, each with its layer and package, once the layers are in place."""
         bound = [module for _, module in self.named if "forward" in vars(module)]
         return [(module, *kernel) for module, kernel in zip(bound, map(bound_kernel, bound)) if kernel is not None]
+
+
+def _is_of_others(function: FunctionType) -> bool:
+    """Tell whether neither torch nor transformers wrote a function."""
+    return function.__module__.partition(".")[0] not in ("torch", "transformers")
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pickle import PicklingError
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from kernels_ext_npu.binding import forward_binding, loaded_kernels, registration
 from kernels_ext_npu.binding.devices import is_elsewhere
+from kernels_ext_npu.binding.loaded_kernels import set_forward
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import LAYERS, ROTARY
 from kernels_ext_npu.distribution import kernels_internals
@@ -34,6 +35,10 @@ from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 from kernels_ext_npu.transformers_internals import is_kernel_function, original_function, package_function
 
+if TYPE_CHECKING:
+    from kernels_ext_npu.matching.rotations_by_running import Rotation
+
+ROTATION = "rotation"  # owner, and attribute, of the forwards of functions that were found by running them
 _ROTATES = LAYERS[ROTARY.layers[0]]  # the repository of functions that rotate
 
 
@@ -49,15 +54,17 @@ def find(view: View) -> Iterator[Decision]:
     for path, module in view.instances(called):
         for callee in called[type(module)]:
             pattern = patterns[callee]
-            reason = _refusal(module, callee, pattern)
+            rotation = view.rotations.get(callee)
+            layer = pattern.layers[0] if pattern else rotation.layer if rotation else None
+            reason = _refusal(module, callee, pattern, rotation)
             # not where a package computes it, nor for unknown functions that do not rotate
             is_meant = callee.kind is ROTARY if pattern is None else _is_ours(callee)
             yield Decision(
                 path,
                 module,
-                pattern.layers[0] if pattern else None,
+                layer,
                 reason,
-                pattern.layers[0] if pattern and reason is None else None,
+                layer if reason in (None, refusals.OTHER_SETTINGS) else None,
                 kind=callee.kind.in_models,
                 is_candidate=is_meant and refusals.left_out(pattern.repository if pattern else _ROTATES) is None,
                 function=callee.name,
@@ -78,6 +85,9 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
         is_here = bool(found) and not all(map(is_elsewhere, modules))
         for callee in found:
             pattern = find_pattern(callee.function)
+            rotation = view.rotations.get(callee)
+            if rotation is not None and is_here and registration.uses(_ROTATES):
+                _bind_rotation(_function_module(active, callee), rotation, active)
             if pattern is None or not (_is_ours(callee) and registration.uses(pattern.repository)):
                 continue
             if is_here:
@@ -96,13 +106,20 @@ def revert(view: View) -> None:
             registration.current.function_layers.pop(function, None)
 
 
-def _refusal(module: nn.Module, callee: CalledFunction, pattern: Pattern | None) -> str | None:
-    """Return why a module that calls a function, of a pattern, does not run a kernel of ours; None if it does."""
+def _refusal(
+    module: nn.Module, callee: CalledFunction, pattern: Pattern | None, rotation: Rotation | None
+) -> str | None:
+    """Return why a module that calls a function, known by a pattern or by running it, runs no kernel of ours."""
     forward = forward_binding.kernel_forward(callee.function) if is_kernel_function(callee.function) else None
     is_ours = loaded_kernels.layer_name(forward) is not None
     if forward is not None and not is_ours:
         return refusals.served_by(forward)
-    if pattern is None:
+    if rotation is not None and is_kernel_function(callee.function):
+        bound = _bound_rotation(callee.function)
+        is_ours = bound is not None
+        if bound not in (None, rotation):
+            return refusals.OTHER_SETTINGS
+    if pattern is None and rotation is None:
         original = original_function(callee.function)
         if callee.kind is not ROTARY and original is not None:
             return classification.reason(callee.kind, f"{callee.file.rpartition('modeling_')[2]}:{callee.name}")
@@ -110,12 +127,27 @@ def _refusal(module: nn.Module, callee: CalledFunction, pattern: Pattern | None)
         return f"another library replaced it: {foreign}" if foreign else refusals.FUNCTION_UNKNOWN
     if is_ours or is_elsewhere(module):
         return refusals.elsewhere(module)
-    if (left_out := refusals.left_out(pattern.repository)) is not None:
+    if (left_out := refusals.left_out(pattern.repository if pattern else _ROTATES)) is not None:
         return left_out
     if not _is_ours(callee):
         package = package_function(callee.function)
         return f"computed by {getattr(package, '__module__', package)}: register(over_packages=True) takes the kernel"
     return refusals.NOT_REGISTERED if registration.current is None else refusals.NOT_ASKED_FOR_BY_ANY
+
+
+def _bound_rotation(function: nn.Module) -> Rotation | None:
+    """Return what the module of a function was bound as; None if no forward of a rotation is bound to it."""
+    return getattr(vars(function).get("forward"), ROTATION, None)
+
+
+def _bind_rotation(function: nn.Module, rotation: Rotation, active: Registration) -> None:
+    """Bind the forward that rotates by the kernel to the module of a function that was found by running it."""
+    from kernels_ext_npu.swaps.rotations import make_forward  # models of transformers do without
+
+    active.function_layers[function] = rotation.layer
+    if _bound_rotation(function) is not rotation:
+        forward_binding.take_out(function)
+        set_forward(function, make_forward(rotation), ROTATION)
 
 
 def _is_ours(callee: CalledFunction) -> bool:

@@ -19,7 +19,6 @@ from kernels_ext_npu.binding.loaded_kernels import forward_owner, set_forward
 from kernels_ext_npu.binding.step_aside import guarded_forward
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS
 from kernels_ext_npu.module_state import has_hooks
-from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 _OWNER = "recognised"
 _WHAT = "_kernels_recognised"  # attribute of a forward of ours: what the module was recognised as
-_OTHERS = Reason("settings", "its settings are others now")
 
 
 def find(view: View) -> Iterator[Decision]:
@@ -45,7 +43,8 @@ def find(view: View) -> Iterator[Decision]:
 
 def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     """Bind the forwards, and take those out of modules that compute something else by now."""
-    fitting = {decision.module: decision.make for decision in decisions if decision.reason in (None, _OTHERS)}
+    wanted = [decision for decision in decisions if decision.reason in (None, refusals.OTHER_SETTINGS)]
+    fitting = {decision.module: decision.make for decision in wanted}
     forwards = {module: make() for module, make in fitting.items() if make is not None}
     for module in view.owned(_OWNER):
         if vars(module)["forward"].__func__ is not forwards.get(module):
@@ -86,7 +85,7 @@ def _refusal(module: nn.Module, what: Recognised, before: Recognised | None) -> 
         return "another library has wrapped its forward"
     if not _are_unwatched(module, what):
         return "hooks watch its activation, which the kernel does not call"
-    return _OTHERS if before not in (None, what) else None
+    return refusals.OTHER_SETTINGS if before not in (None, what) else None
 
 
 def _are_unwatched(module: nn.Module, what: Recognised) -> bool:

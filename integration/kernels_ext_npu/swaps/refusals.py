@@ -27,6 +27,7 @@ FUNCTION_UNKNOWN = Reason("unknown", "no kernel computes what it computes")
 RESTORED = Reason(
     "restored", "restore() was called for this part of the model: kernelize() swaps kernels into it again"
 )
+OTHER_SETTINGS = Reason("settings", "its settings are others now")
 AT_FIRST_CALL = Reason("at first call", "swapped in when the model is first called on the NPU")
 
 

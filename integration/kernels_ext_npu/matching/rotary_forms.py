@@ -1,0 +1,187 @@
+"""How rotary functions are called: which argument is rotated, and the shapes of what holds the angles.
+
+A form gives each argument dimensions by symbols: ``B`` sequences, ``S`` positions, ``N`` heads of q and ``M`` of k,
+``D`` the head size, ``T`` rows of a table that are chosen from, and ``R`` the width that is rotated, ``H`` half of it,
+``W`` twice.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Dims = tuple["str | int", ...]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_TAKEN = {"float": FLOATS, "complex": (torch.complex64, torch.complex128), "index": (torch.int64, torch.int32)}
+_ROTATED: tuple[Dims, ...] = (
+    ("B", "N", "S", "D"),
+    ("B", "S", "N", "D"),
+    ("S", "B", "N", "D"),
+    ("S", "N", "D"),
+    ("N", "S", "D"),
+)
+_ROWS: tuple[Dims, ...] = (
+    *(("S",), (1, "S"), ("B", "S"), ("S", 1), ("S", "B"), (1, 1, "S"), (1, "S", 1), ("B", 1, "S"), ("B", "S", 1)),
+    *(("S", 1, 1), ("S", "B", 1), ("T",), (1, "T"), (1, 1, "T"), (1, "T", 1)),
+)
+_WIDTHS: tuple[Dims, ...] = (("R",), ("H",))
+_POSITIONS: tuple[Dims, ...] = (("B", "S"), (1, "S"), ("S",))
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a parameter is given: a tensor, or two in a tuple or list."""
+
+    dims: Dims
+    kind: str = "float"
+    is_pair: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """One way to call a rotary function: what each parameter is given, tensors or the value of a setting."""
+
+    given: tuple[Any, ...]
+    rotated: int  # how many of the first parameters are rotated
+
+    @property
+    def ranks(self) -> tuple[Any, ...]:
+        """How many dimensions its arguments have, as :func:`ranks` says it of values."""
+        return tuple(
+            None if not isinstance(g, Given) else (len(g.dims),) * 2 if g.is_pair else len(g.dims) for g in self.given
+        )
+
+    @property
+    def cuts_tables(self) -> bool:
+        """Whether tables have as many rows as a position may need, of which the function takes the first or others."""
+        kinds = [(given.kind, "T" in given.dims) for given in self.given if isinstance(given, Given)]
+        return (("float", True) in kinds and "index" not in dict(kinds)) or ("complex", True) in kinds
+
+    @property
+    def heads(self) -> int:
+        """The dimension of the heads."""
+        return self.given[0].dims.index("N")
+
+    def sizes(self, values: Sequence[Any]) -> dict[str, int] | None:
+        """Return what the symbols stand for in a call; None if it is of another form."""
+        sizes: dict[str, int] = {}
+        for given, value in zip(self.given, values):
+            if not isinstance(given, Given):
+                if type(value) is not type(given) or value != given:
+                    return None
+                continue
+            if given.is_pair and (type(value) not in (tuple, list) or len(value) != 2):
+                return None
+            for tensor in value if given.is_pair else (value,):
+                if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype not in _TAKEN[given.kind]:
+                    return None
+                if tensor.dim() != len(given.dims):
+                    return None
+                for dim, size in zip(given.dims, tensor.shape):
+                    if size != (dim if isinstance(dim, int) else sizes.setdefault(dim, size)):
+                        return None
+        if self.cuts_tables and sizes["T"] < sizes["S"]:
+            return None
+        if "R" not in sizes:
+            sizes["R"] = 2 * sizes["H"] if "H" in sizes else sizes["W"] // 2
+        return sizes
+
+    def make(self, sizes: Mapping[str, int], dtype: torch.dtype, table_dtype: torch.dtype) -> list[Any]:
+        """Return random arguments of this form."""
+
+        def tensor(given: Given, dtype: torch.dtype) -> Tensor:
+            shape = [dim if isinstance(dim, int) else sizes[dim] for dim in given.dims]
+            if given.kind == "index":
+                return torch.randint(sizes["T"], shape)
+            if given.kind == "complex":
+                part = torch.float64 if dtype is torch.float64 else torch.float32
+                return torch.complex(torch.randn(shape, dtype=part), torch.randn(shape, dtype=part))
+            return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+        made: list[Any] = []
+        for place, given in enumerate(self.given):
+            if not isinstance(given, Given):
+                made.append(given)
+            elif given.is_pair:
+                made.append((tensor(given, table_dtype), tensor(given, table_dtype)))
+            else:
+                made.append(tensor(given, dtype if place < self.rotated else table_dtype))
+        return made
+
+    def tables(self, values: Sequence[Any]) -> list[Tensor]:
+        """Return the tensors of a call that are not rotated."""
+        found: list[Tensor] = []
+        for given, value in zip(self.given[self.rotated :], values[self.rotated :]):
+            if isinstance(given, Given):
+                found += value if given.is_pair else (value,)
+        return found
+
+
+class Signature:
+    """The parameters of a function, and their defaults."""
+
+    def __init__(self, function: FunctionType) -> None:
+        parameters = inspect.signature(function).parameters.values()
+        self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.defaults = [p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self.is_plain = len(self.names) == len(parameters)
+
+    def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+        """Return what each parameter is given in a call; None if the function would refuse it."""
+        values = [*args, *self.defaults[len(args) :]]
+        for name, value in kwargs.items():
+            if name not in self.names[len(args) :]:
+                return None
+            values[self.names.index(name)] = value
+        return values if len(args) <= len(self.names) and inspect.Parameter.empty not in values[len(args) :] else None
+
+
+def candidate_forms(signature: Signature) -> Iterator[Form]:
+    """Yield the forms that the parameters of a rotary function may have."""
+    required = signature.defaults.count(inspect.Parameter.empty)
+    for rotated, dims in product((2, 1), _ROTATED):
+        k = tuple("M" if dim == "N" else dim for dim in dims)
+        first = (Given(dims), Given(k))[:rotated]
+        for tables in _tables():
+            given = (*first, *tables)
+            if required <= len(given) <= len(signature.names):
+                rest = [_values(default) for default in signature.defaults[len(given) :]]
+                yield from (Form((*given, *settings), rotated) for settings in product(*rest))
+
+
+def _values(default: Any) -> tuple[Any, ...]:
+    """Return what a parameter may be given that has a default: if that is a dimension for the heads, either."""
+    return (1, 2) if type(default) is int and default in (1, 2) else (default,)
+
+
+def ranks(values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return how many dimensions tensors have, those in a tuple or list in a tuple; None in place of anything else."""
+    return tuple(
+        value.dim()
+        if isinstance(value, Tensor)
+        else tuple(each.dim() for each in value if isinstance(each, Tensor))
+        if isinstance(value, (tuple, list))
+        else None
+        for value in values
+    )
+
+
+def _tables() -> Iterator[tuple[Given, ...]]:
+    """Yield what may hold the angles: cos and sin, or both in one, with positions that choose rows of them or not."""
+    for rows in _ROWS:
+        forms: list[tuple[Given, ...]] = []
+        for width in _WIDTHS:
+            dims = (*rows, *width)
+            forms += [(Given(dims), Given(dims)), (Given(dims),), (Given(dims, is_pair=True),)]
+        forms += [(Given((*rows, *width)),) for width in (("W",), ("H", 2), ("H", 2, 2))]
+        forms.append((Given((*rows, "H"), "complex"),))
+        yield from forms
+        if "T" in rows:
+            yield from ((*form, Given(positions, "index")) for form in forms for positions in _POSITIONS)

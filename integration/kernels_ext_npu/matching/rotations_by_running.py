@@ -1,0 +1,255 @@
+"""Rotary functions of other people's code, found by running them: no spelling and no name is looked at.
+
+A rotation is ``x * cos + turned(x) * sin``, linear in x: what a function makes of ones in the first value of each pair,
+and of ones in the second, is cos and sin as it has them, whatever holds the angles, in which layout and order. So a
+function is asked for cos and sin, once for all heads, and the kernel rotates by them. That this is what it computes is
+found out on small random numbers on the CPU, for each way in which it may be called: in float64 with gradients, at one
+position and at several, and in 16 bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from kernels_ext_npu.matching.rotary_forms import Form, Given, Signature, candidate_forms, ranks
+from kernels_ext_npu.matching.rotary_pairs import PAIRINGS, Pairing, rotary_mul
+from kernels_ext_npu.matching.watched_runs import NotRecognisedError, Watched, are_same, is_close, isolated
+from kernels_ext_npu.transformers_internals import cells
+
+_SIZES = {"B": 3, "N": 5, "M": 2, "S": 7, "T": 11, "D": 16, "R": 16, "H": 8, "W": 32}
+_OTHER_SIZES = ({"B": 1, "N": 1, "M": 1, "S": 1}, {"S": 1}, {"B": 1, "T": 7})
+_VARIABLE = ("B", "N", "M", "S", "T")
+_PARTIAL = {"R": 8, "H": 4, "W": 16}
+_OPERATORS = {
+    *("cat", "stack", "index", "index_select", "gather", "repeat", "repeat_interleave", "flip", "roll", "arange"),
+    *("view_as_complex", "view_as_real", "complex", "polar", "_conj", "real", "imag", "cos", "sin", "outer"),
+    *("copy", "empty_like", "empty", "zeros_like", "new_empty", "slice_scatter", "contiguous"),
+}
+_PRODUCTS = {"mm", "bmm"}  # whose dtypes autocast decides
+_Setting = tuple[dict[str, Any], str, Any]  # globals, a name in them, and what it was
+_CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """What comes out for some dtypes, and that of the ones that a function is asked by for cos and sin."""
+
+    result: torch.dtype
+    asked: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What a function computes of a form."""
+
+    form: Form
+    pairing: Pairing
+    makes: type = tuple  # tuple or list of what is rotated; Tensor of one
+    is_partial: bool = False  # whether it may rotate a part of a head, and pass the rest through
+    multiplies: bool = False  # whether it calls products of matrices, whose dtypes autocast decides
+
+
+class Rotation:
+    """A rotary function. Each way in which it is called is looked at when it first is called so."""
+
+    def __init__(self, function: FunctionType, signature: Signature, settings: tuple[_Setting, ...]) -> None:
+        self.function, self.signature, self._settings = function, signature, settings
+        self._forms: dict[tuple[Any, ...], list[Form]] = {}
+        for form in candidate_forms(signature):
+            self._forms.setdefault(form.ranks, []).append(form)
+        self._plans: dict[Form, Plan | None] = {}
+        self._dtypes: dict[tuple[Plan, torch.dtype, torch.dtype], Dtypes | None] = {}
+
+    @functools.cached_property
+    def layer(self) -> str:
+        """The layer that computes the same of cos and sin; empty if there is no form of which it is a rotation."""
+        plans = (self._plan(form) for forms in self._forms.values() for form in forms)
+        return next((plan.pairing.layer for plan in plans if plan is not None), "")
+
+    def holds(self) -> bool:
+        """Tell whether what the function was read from is as it was."""
+        return all(names.get(name, names) is value for names, name, value in self._settings)
+
+    def plan(self, values: Sequence[Any]) -> Plan | None:
+        """Return what it computes of arguments, one for each parameter; None if that is unknown."""
+        for form in self._forms.get(ranks(values), ()):
+            sizes = form.sizes(values)
+            if sizes is not None and (plan := self._plan(form)) is not None:
+                is_whole = sizes["R"] == sizes["D"]
+                return plan if is_whole or (plan.is_partial and 0 < sizes["R"] < sizes["D"]) else None
+        return None
+
+    def dtypes(self, plan: Plan, dtype: torch.dtype, table_dtype: torch.dtype) -> Dtypes | None:
+        """Return what comes out for the dtypes of what is rotated and of what holds the angles; None if unknown."""
+        key = plan, dtype, table_dtype
+        if key not in self._dtypes:
+            with isolated():
+                self._dtypes[key] = _tries(lambda: _dtypes(self.function, plan, dtype, table_dtype))
+        return self._dtypes[key]
+
+    def _plan(self, form: Form) -> Plan | None:
+        if form not in self._plans:
+            with isolated():
+                self._plans[form] = _tries(lambda: _plan(self.function, form))
+        return self._plans[form]
+
+
+def ask(function: Callable, plan: Plan, values: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Ask a function for its cos and sin, by ones in the first and in the second values of all pairs, as two heads.
+
+    Both have the dimensions of what is rotated, with one head, and as many values as are rotated.
+    """
+    form, pairing, x = plan.form, plan.pairing, values[0]
+    sizes: Any = form.sizes(values)
+    width, dims = sizes["R"], form.given[0].dims
+    with torch.no_grad():
+        one, zero = x.new_ones(width // 2, dtype=dtype), x.new_zeros(width // 2, dtype=dtype)
+        ones = torch.stack((pairing.taken.join(one, zero), pairing.taken.join(zero, one)))
+        ones = nn.functional.pad(ones, (0, sizes["D"] - width))
+        ones = ones.view([{"N": 2, "D": sizes["D"]}.get(dim, 1) for dim in dims])
+        ones = ones.expand([2 if dim == "N" else sizes[dim] for dim in dims])
+        result = function(*[ones] * form.rotated, *values[form.rotated :])
+        result = result if form.rotated == 1 else result[0]
+        first, second = (pairing.given.split(part[..., :width]) for part in result.split(1, form.heads))
+        return pairing.given.join(first[0], second[1]), pairing.given.join(-second[0], first[1])
+
+
+_known: dict[FunctionType, Rotation | None] = {}
+
+
+def find_rotation(function: FunctionType) -> Rotation | None:
+    """Return how a function rotates; None if it does something else, or may do so at times."""
+    known = _known.get(function)
+    if function not in _known or (known is not None and not known.holds()):
+        signature, settings = Signature(function), _read_settings(function)
+        known = Rotation(function, signature, settings) if signature.is_plain and settings is not None else None
+        known = _known[function] = known if known is not None and known.layer else None
+    return known
+
+
+def _read_settings(function: FunctionType) -> tuple[_Setting, ...] | None:
+    """Return the globals that a function and its helpers read; None if some are neither code nor constants."""
+    found: dict[tuple[int, str], _Setting] = {}
+    waiting = [function]
+    for each in waiting:  # grows while it runs
+        if cells(each):
+            return None
+        names = each.__globals__
+        for name in sorted(_names(each.__code__) & names.keys()):
+            value = names[name]
+            if not isinstance(value, (FunctionType, BuiltinFunctionType, ModuleType, type, *_CONSTANTS)):
+                return None
+            found[id(names), name] = names, name, value
+            if isinstance(value, FunctionType) and value not in waiting and not value.__module__.startswith("torch."):
+                waiting.append(value)
+    return tuple(found.values())
+
+
+def _names(code: Any) -> set[str]:
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, type(code))]
+    return set(code.co_names).union(*inner)
+
+
+def _run(function: Callable, form: Form, values: Sequence[Any], called: set[str] | None = None) -> list[Tensor]:
+    """Return what a function makes of what it rotates; raise if it does anything but arithmetic."""
+    tensors = [*values[: form.rotated], *form.tables(values)]
+    versions = [tensor._version for tensor in tensors]
+    with Watched(called, _OPERATORS | _PRODUCTS):
+        result = function(*values)
+    results = [result] if form.rotated == 1 else list(result)
+    if len(results) != form.rotated or [tensor._version for tensor in tensors] != versions:
+        raise NotRecognisedError("it writes, or returns something else")
+    return results
+
+
+def _plan(function: FunctionType, form: Form) -> Plan | None:
+    """Return what a function computes of a form; None, or any error, if it computes something else."""
+    values, called = form.make(_SIZES, torch.float64, torch.float64), set[str]()
+    results = _run(function, form, values, called)
+    if any(result.shape != x.shape for result, x in zip(results, values)):
+        return None
+    makes: Any = type(function(*values))
+    for pairing in PAIRINGS:
+        plan = Plan(form, pairing, makes)
+        if makes in (Tensor, tuple, list) and _is_same(function, plan, _SIZES):
+            break
+    else:
+        return None
+    if not all(_is_same(function, plan, {**_SIZES, **sizes}) for sizes in _OTHER_SIZES):
+        return None
+    if not _is_for_any_size(function, form):
+        return None
+    is_partial = bool(_tries(lambda: _is_same(function, plan, {**_SIZES, **_PARTIAL})))
+    return Plan(form, pairing, makes, is_partial, not called.isdisjoint(_PRODUCTS))
+
+
+def _tries(check: Callable[[], Any]) -> Any:
+    try:
+        return check()
+    except Exception:  # whatever a function raises that is given what it does not expect
+        return None
+
+
+def _is_same(function: FunctionType, plan: Plan, sizes: Mapping[str, int]) -> bool:
+    """Tell whether a function rotates as a plan says, and its gradients are those of that."""
+    form = plan.form
+    for with_grad in (False, True):
+        values = form.make(sizes, torch.float64, torch.float64)
+        cos, sin = ask(function, plan, values, torch.float64)
+        if not sin.any():  # which is no rotation
+            return False
+        given = [x.requires_grad_(with_grad) for x in values[: form.rotated]]
+        with torch.set_grad_enabled(with_grad):
+            results = _run(function, form, values)
+            expected = [plan.pairing.rotate(x, cos, sin, rotary_mul) for x in given]
+            if not all(are_same(result, each, [x]) for result, each, x in zip(results, expected, given)):
+                return False
+    return True
+
+
+def _dtypes(function: FunctionType, plan: Plan, dtype: torch.dtype, table_dtype: torch.dtype) -> Dtypes | None:
+    """Return what comes out for some dtypes; None, or any error, if the function computes something else of them."""
+    form = plan.form
+    values = form.make(_SIZES, dtype, table_dtype)
+    errors = {}
+    for asked in dict.fromkeys((dtype, torch.float32)):
+        result = _run(function, form, values)[0]
+        cos, sin = ask(function, plan, values, asked)
+        expected = plan.pairing.rotate(values[0].double(), cos.double(), sin.double(), rotary_mul)
+        if is_close(result, expected):
+            errors[asked] = (result.double() - expected).abs().mean().item()
+    if not errors:
+        return None
+    return Dtypes(result.dtype, min(errors, key=errors.__getitem__))  # the first of two that are equal
+
+
+def _is_for_any_size(function: FunctionType, form: Form) -> bool:
+    """Tell whether a function asks for no size beyond those that go together, and whether tables are long enough."""
+    shapes, symbols = ShapeEnv(), dict[Any, Any]()
+    mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+
+    def fake(tensor: Tensor, given: Given) -> Tensor:
+        sizes = [DimDynamic.DUCK if dim in _VARIABLE else DimDynamic.STATIC for dim in given.dims]
+        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)  # type: ignore[arg-type]
+        made = mode.from_tensor(tensor, symbolic_context=context)
+        made_sizes: Any = made.shape
+        symbols.update({size.node.expr: dim for dim, size in zip(given.dims, made_sizes) if dim in _VARIABLE})
+        return made
+
+    values = form.make(_SIZES, torch.float32, torch.float32)
+    for place, (given, value) in enumerate(zip(form.given, values)):
+        if isinstance(given, Given):
+            values[place] = tuple(fake(each, given) for each in value) if given.is_pair else fake(value, given)
+    with mode:
+        function(*values)
+    asked = {symbols.get(symbol) for guard in shapes.guards for symbol in guard.expr.free_symbols}
+    return asked <= ({"S", "T"} if form.cuts_tables else set())

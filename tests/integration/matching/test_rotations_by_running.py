@@ -1,0 +1,187 @@
+"""Rotary functions of other people's code are served because of what they compute, in whatever words."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kernels_ext_npu
+import softnpu
+from tests.integration.matching import other_peoples_rotations as others
+from tests.integration.matching.other_peoples_rotations import LOOKALIKES, SERVED, D, N, S, T, caller, heads, table
+from tests.support.served import rows
+
+OPERATORS = ("npu_rotary_mul", "npu_mrope")
+
+
+def launched(call) -> int:
+    softnpu.reset_counters()
+    call()
+    return sum(softnpu.counters().get(name, 0) for name in OPERATORS)
+
+
+def on(device: str, values, dtype: torch.dtype | None = None):
+    """Move tensors, also in tuples, and cast those of floats."""
+    if isinstance(values, Tensor):
+        return values.to(device, dtype if values.is_floating_point() else None)
+    return tuple(on(device, value, dtype) for value in values) if isinstance(values, tuple) else values
+
+
+def rotated(results) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else list(results)
+
+
+def kernelized(name: str) -> nn.Module:
+    model = caller(name)()
+    model.place = nn.Parameter(torch.zeros(1, device="npu"))
+    return kernels_ext_npu.kernelize(model)
+
+
+def said(model: nn.Module) -> list[tuple[str | None, bool]]:
+    return [(row.kernel, row.swapped) for row in rows(model) if row.function]
+
+
+@pytest.fixture(params=SERVED)
+def served(request, registered):
+    """A model with kernels on the NPU that calls a rotary function, the function, arguments, and the layer."""
+    torch.manual_seed(0)
+    layer, arguments = SERVED[request.param]
+    plain = getattr(others, request.param)  # kernelize() puts a module in its place
+    return kernelized(request.param), plain, arguments(), layer
+
+
+def test_it_is_served_by_the_layer_that_computes_the_same(served) -> None:
+    model, plain, arguments, layer = served
+    assert said(model) == [(layer, True)]
+    expected = rotated(plain(*arguments))
+    assert launched(lambda: model(*on("npu", arguments))) == len(expected)
+    for ours, theirs in zip(rotated(model(*on("npu", arguments))), expected, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-5)  # products of float32 in another order
+
+
+def test_its_gradients_are_those_of_the_function(served) -> None:
+    model, plain, arguments, _ = served
+    count = len(rotated(plain(*arguments)))
+    leaves = [[x.to(device).requires_grad_() for x in arguments[:count]] for device in ("npu", "cpu")]
+    for (function, device), given in zip(((model, "npu"), (plain, "cpu")), leaves, strict=True):
+        sum(x.square().sum() for x in rotated(function(*given, *on(device, arguments[count:])))).backward()
+    for ours, theirs in zip(*leaves, strict=True):
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("table_dtype", [torch.bfloat16, torch.float32])
+def test_in_16_bits_it_is_as_near_to_float64_as_the_function(served, table_dtype: torch.dtype) -> None:
+    model, plain, arguments, _ = served
+    count = len(rotated(plain(*arguments)))
+    tensors, tables = on("cpu", arguments[:count], torch.bfloat16), on("cpu", arguments[count:], table_dtype)
+    truth = rotated(plain(*(x.double() for x in tensors), *on("cpu", tables, torch.float64)))
+    theirs = rotated(plain(*tensors, *tables))
+    ours = rotated(model(*on("npu", tensors), *on("npu", tables)))
+    for mine, other, exact in zip(ours, theirs, truth, strict=True):
+        assert mine.dtype is other.dtype
+        # the kernel rounds once, at the end: by half a unit at most
+        limit = (other.double() - exact).norm() + torch.finfo(other.dtype).eps / 2 * exact.norm()
+        assert (mine.cpu().double() - exact).norm() <= limit
+
+
+@pytest.mark.parametrize("name", LOOKALIKES)
+def test_what_only_looks_like_one_is_left_alone(registered, name: str) -> None:
+    model = kernelized(name)
+    assert not any(swapped for _, swapped in said(model))
+
+
+def test_cos_and_sin_are_asked_for_once_for_all_layers(registered) -> None:
+    model = kernelized("apply_rope_litgpt")
+    x, cos, sin = heads(N).npu(), table(S, D).npu(), table(S, D).npu()
+    expected = model(x, cos, sin)
+    softnpu.reset_counters()
+    again = model(x, cos, sin)
+    assert {name: count for name, count in softnpu.counters().items() if count} == {"npu_rotary_mul": 1}
+    torch.testing.assert_close(again, expected, rtol=0, atol=0)
+
+
+def test_cos_that_was_written_to_is_asked_for_again(registered) -> None:
+    model, plain = kernelized("apply_rope_litgpt"), others.apply_rope_litgpt
+    x, cos, sin = heads(N).npu(), table(S, D).npu(), table(S, D).npu()
+    model(x, cos, sin)
+    cos.mul_(2)
+    torch.testing.assert_close(model(x, cos, sin).cpu(), plain(x.cpu(), cos.cpu(), sin.cpu()), rtol=1e-5, atol=1e-5)
+
+
+def test_cos_lives_no_longer_than_its_owner_wants(registered) -> None:
+    model = kernelized("apply_rope_litgpt")
+    cos = table(S, D).npu()
+    model(heads(N).npu(), cos, table(S, D).npu())
+    alive = weakref.ref(cos)
+    del cos
+    assert alive() is None
+
+
+def test_angles_that_are_trained_get_their_gradient(registered) -> None:
+    model, plain = kernelized("apply_rope_litgpt"), others.apply_rope_litgpt
+    x, sin = heads(N), table(S, D)
+    ours, theirs = sin.npu().requires_grad_(), sin.clone().requires_grad_()
+    model(x.npu(), x.npu()[0, 0], ours).sum().backward()
+    plain(x, x[0, 0], theirs).sum().backward()
+    torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("arguments", [(3,), ()], ids=["an offset", "none"])
+def test_a_setting_that_was_not_looked_at_is_the_functions_own(registered, arguments) -> None:
+    model, plain = kernelized("apply_rotary_neox"), others.apply_rotary_neox
+    q, k, cos, sin = heads(N), heads(N), table(1, 1, T, D), table(1, 1, T, D)
+    assert launched(lambda: model(*on("npu", (q, k, cos, sin, *arguments)))) == (0 if arguments else 2)
+    ours = model(*on("npu", (q, k, cos, sin, *arguments)))
+    for mine, theirs in zip(ours, plain(q, k, cos, sin, *arguments), strict=True):
+        torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_helper_that_was_replaced_is_seen(registered, monkeypatch) -> None:
+    model = kernelized("apply_rotary_old_llama")
+    arguments = on("npu", SERVED["apply_rotary_old_llama"][1]())
+    assert launched(lambda: model(*arguments)) == 2
+    monkeypatch.setattr(others, "rotate_half", lambda x: -x)
+    assert launched(lambda: model(*arguments)) == 0
+    (row,) = [row for row in rows(model) if row.function]
+    assert not row.swapped
+    kernels_ext_npu.kernelize(model)
+    assert launched(lambda: model(*arguments)) == 0
+    monkeypatch.undo()
+    kernels_ext_npu.kernelize(model)
+    assert launched(lambda: model(*arguments)) == 2
+
+
+def test_on_the_cpu_and_after_restore_the_function_computes(registered) -> None:
+    model = kernelized("apply_rope_litgpt")
+    arguments = heads(N), table(S, D), table(S, D)
+    assert launched(lambda: model(*arguments)) == 0
+    kernels_ext_npu.restore(model)
+    assert launched(lambda: model(*on("npu", arguments))) == 0
+    assert said(model) == [("RotaryPosEmb", False)]
+
+
+def test_after_unregister_the_file_has_its_function() -> None:
+    plain = others.apply_rope_litgpt
+    kernels_ext_npu.register()
+    kernelized("apply_rope_litgpt")
+    assert others.apply_rope_litgpt is not plain
+    kernels_ext_npu.unregister()
+    assert others.apply_rope_litgpt is plain
+
+
+def test_products_under_autocast_are_the_functions_own(registered) -> None:
+    model, plain = kernelized("apply_rotary_einsum"), others.apply_rotary_einsum
+    arguments = SERVED["apply_rotary_einsum"][1]()
+    with torch.autocast("npu", torch.bfloat16):
+        ours = model(*on("npu", arguments))
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = plain(*arguments)
+    assert [x.dtype for x in ours] == [x.dtype for x in theirs]
+
+
+def test_copies_of_a_model_are_served(registered) -> None:
+    model = copy.deepcopy(kernelized("apply_rope_litgpt"))
+    arguments = on("npu", (heads(N), table(S, D), table(S, D)))
+    assert launched(lambda: model(*arguments)) == 1

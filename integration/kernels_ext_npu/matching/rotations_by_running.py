@@ -103,24 +103,38 @@ class Rotation:
         return self._plans[form]
 
 
-def ask(function: Callable, plan: Plan, values: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Ask a function for its cos and sin, by ones in the first and in the second values of all pairs, as two heads.
+def ask(
+    function: Callable, plan: Plan, values: Sequence[Any], dtype: torch.dtype, question: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Ask a function for its cos and sin: what it makes of ones, in which pairs turn by a right angle, is both.
 
     Both have the dimensions of what is rotated, with one head, and as many values as are rotated.
+
+    Args:
+        function: which is called for two heads.
+        plan: what it computes.
+        values: the arguments of a call, one for each parameter.
+        dtype: of the ones.
+        question: `make_question`, or what keeps what that has made.
     """
-    form, pairing, x = plan.form, plan.pairing, values[0]
+    form, pairing = plan.form, plan.pairing
     sizes: Any = form.sizes(values)
     width, dims = sizes["R"], form.given[0].dims
     with torch.no_grad():
-        one, zero = x.new_ones(width // 2, dtype=dtype), x.new_zeros(width // 2, dtype=dtype)
-        ones = torch.stack((pairing.taken.join(one, zero), pairing.taken.join(zero, one)))
-        ones = nn.functional.pad(ones, (0, sizes["D"] - width))
+        ones = question(pairing, width, sizes["D"], dtype, values[0].device)
         ones = ones.view([{"N": 2, "D": sizes["D"]}.get(dim, 1) for dim in dims])
         ones = ones.expand([2 if dim == "N" else sizes[dim] for dim in dims])
         result = function(*[ones] * form.rotated, *values[form.rotated :])
         result = result if form.rotated == 1 else result[0]
         first, second = (pairing.given.split(part[..., :width]) for part in result.split(1, form.heads))
         return pairing.given.join(first[0], second[1]), pairing.given.join(-second[0], first[1])
+
+
+def make_question(pairing: Pairing, width: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return ones in the first values of all pairs, and in the second: two heads, zero beyond the width."""
+    one, zero = torch.ones(width // 2, dtype=dtype, device=device), torch.zeros(width // 2, dtype=dtype, device=device)
+    ones = torch.stack((pairing.taken.join(one, zero), pairing.taken.join(zero, one)))
+    return nn.functional.pad(ones, (0, size - width))
 
 
 _known: dict[FunctionType, Rotation | None] = {}
@@ -204,7 +218,7 @@ def _is_same(function: FunctionType, plan: Plan, sizes: Mapping[str, int]) -> bo
     form = plan.form
     for with_grad in (False, True):
         values = form.make(sizes, torch.float64, torch.float64)
-        cos, sin = ask(function, plan, values, torch.float64)
+        cos, sin = ask(function, plan, values, torch.float64, make_question)
         if not sin.any():  # which is no rotation
             return False
         given = [x.requires_grad_(with_grad) for x in values[: form.rotated]]
@@ -223,7 +237,7 @@ def _dtypes(function: FunctionType, plan: Plan, dtype: torch.dtype, table_dtype:
     errors = {}
     for asked in dict.fromkeys((dtype, torch.float32)):
         result = _run(function, form, values)[0]
-        cos, sin = ask(function, plan, values, asked)
+        cos, sin = ask(function, plan, values, asked, make_question)
         expected = plan.pairing.rotate(values[0].double(), cos.double(), sin.double(), rotary_mul)
         if is_close(result, expected):
             errors[asked] = (result.double() - expected).abs().mean().item()

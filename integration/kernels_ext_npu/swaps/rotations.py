@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.catalogue import LAYERS
-from kernels_ext_npu.matching.rotations_by_running import Plan, Rotation, ask
+from kernels_ext_npu.matching.rotations_by_running import Plan, Rotation, ask, make_question
 from kernels_ext_npu.swaps.functions import ROTATION
 
 
@@ -67,25 +67,31 @@ class _CosAndSin:
     """Asks a function for cos and sin, and keeps the last of each tensor of angles as long as that lives."""
 
     def __init__(self, found: Rotation) -> None:
-        self._ask: Callable[..., tuple[Tensor, Tensor]] = lambda *args: ask(found.function, *args)
+        self._function = found.function
+        # by what the first tensor of angles is a view of
         self._kept: dict[int, tuple[weakref.ref[Tensor], Any, list[Tensor], tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, plan: Plan, values: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        first, *others = plan.form.tables(values)
+        tables = plan.form.tables(values)
         # a graph computes what was made in it alone; modes see operators, and those have to be the same each time
-        if torch._C._len_torch_dispatch_stack() or first.is_inference() or _is_capturing():
-            return self._ask(plan, values, dtype)
-        key = (dtype, values[0].shape, plan, *(id(each) for each in others), *(t._version for t in (first, *others)))
-        kept = self._kept.get(id(first))
+        if torch._C._len_torch_dispatch_stack() or any(map(Tensor.is_inference, tables)) or _is_capturing():
+            return ask(self._function, plan, values, dtype, make_question)
+        bases = [table if table._base is None else table._base for table in tables]
+        lie = [(id(b), t._version, t.storage_offset(), t.shape, t.stride()) for b, t in zip(bases, tables)]
+        key = dtype, plan, values[0].shape, lie
+        kept = self._kept.get(id(bases[0]))
         if kept is None or kept[1] != key:
             with torch.inference_mode(False):
-                made = self._ask(plan, values, dtype)
-            alive = weakref.ref(first, functools.partial(self._forget, id(first)))
-            kept = self._kept[id(first)] = alive, key, others, made
+                made = ask(self._function, plan, values, dtype, _question)
+            alive = weakref.ref(bases[0], functools.partial(self._forget, id(bases[0])))
+            kept = self._kept[id(bases[0])] = alive, key, bases[1:], made
         return kept[3]
 
     def _forget(self, number: int, _: object) -> None:
         self._kept.pop(number, None)
+
+
+_question = functools.lru_cache(maxsize=64)(make_question)
 
 
 def _is_capturing() -> bool:

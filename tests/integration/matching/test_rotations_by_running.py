@@ -102,6 +102,18 @@ def test_cos_and_sin_are_asked_for_once_for_all_layers(registered) -> None:
     torch.testing.assert_close(again, expected, rtol=0, atol=0)
 
 
+def test_views_of_one_table_that_each_layer_makes_are_one_question(registered) -> None:
+    model = kernelized("apply_rotary_llama")
+    q, cos, sin, positions = on("npu", (heads(N), table(2 * T, D), table(2 * T, D), torch.arange(S)[None]))
+    model(q, q, cos[:T], sin[:T], positions)
+    softnpu.reset_counters()
+    model(q, q, cos[:T], sin[:T], positions)
+    assert {name: count for name, count in softnpu.counters().items() if count} == {"npu_rotary_mul": 2}
+    shifted = model(q, q, cos[1 : T + 1], sin[1 : T + 1], positions)[0]
+    expected, _ = model(q, q, cos[:T], sin[:T], positions + 1)
+    torch.testing.assert_close(shifted, expected, rtol=0, atol=0)
+
+
 def test_cos_that_was_written_to_is_asked_for_again(registered) -> None:
     model, plain = kernelized("apply_rope_litgpt"), others.apply_rope_litgpt
     x, cos, sin = heads(N).npu(), table(S, D).npu(), table(S, D).npu()

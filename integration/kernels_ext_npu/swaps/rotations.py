@@ -36,7 +36,10 @@ def make_forward(found: Rotation) -> FunctionType:
         dtypes = found.dtypes(plan, tensors[0].dtype, plan.form.tables(values)[0].dtype)
         if dtypes is None:
             return found.function(*args, **kwargs)
-        cos, sin = cos_and_sin(plan, values, dtypes.asked)
+        tables = cos_and_sin(plan, values, dtypes.asked)
+        if tables is None:
+            return found.function(*args, **kwargs)
+        cos, sin = tables
         results = [plan.pairing.rotate(x, cos, sin, rotate).to(dtypes.result) for x in tensors]
         return results[0] if plan.makes is Tensor else plan.makes(results)
 
@@ -63,24 +66,35 @@ def _asked(found: Rotation, args: Sequence[Any], kwargs: dict[str, Any]) -> tupl
     return (values, plan) if all(x.device == values[0].device for x in (*tensors, *tables)) else None
 
 
+# values of which the launches count, and not the bytes: as many as are moved while the host launches one operator.
+# Where each layer makes angles of its own, the function takes fewer launches than the question and the kernel
+_FEW = 1 << 18
+
+
 class _CosAndSin:
     """Asks a function for cos and sin, and keeps the last of each tensor of angles as long as that lives."""
 
     def __init__(self, found: Rotation) -> None:
         self._function = found.function
+        self._left: Any = None  # what was left to the function the last time
         # by what the first tensor of angles is a view of
         self._kept: dict[int, tuple[weakref.ref[Tensor], Any, list[Tensor], tuple[Tensor, Tensor]]] = {}
 
-    def __call__(self, plan: Plan, values: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def __call__(self, plan: Plan, values: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Return cos and sin; None for few tokens of inference that are the first to rotate by their angles."""
         tables = plan.form.tables(values)
+        are_few = not torch.is_grad_enabled() and values[0].numel() < _FEW
         # a graph computes what was made in it alone; modes see operators, and those have to be the same each time
         if torch._C._len_torch_dispatch_stack() or any(map(Tensor.is_inference, tables)) or _is_capturing():
-            return ask(self._function, plan, values, dtype, make_question)
+            return None if are_few else ask(self._function, plan, values, dtype, make_question)
         bases = [table if table._base is None else table._base for table in tables]
         lie = [(id(b), t._version, t.storage_offset(), t.shape, t.stride()) for b, t in zip(bases, tables)]
         key = dtype, plan, values[0].shape, lie
         kept = self._kept.get(id(bases[0]))
         if kept is None or kept[1] != key:
+            if are_few and self._left != key:
+                self._left = key
+                return None
             with torch.inference_mode(False):
                 made = ask(self._function, plan, values, dtype, _question)
             alive = weakref.ref(bases[0], functools.partial(self._forget, id(bases[0])))

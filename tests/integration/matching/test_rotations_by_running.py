@@ -102,6 +102,15 @@ def test_cos_and_sin_are_asked_for_once_for_all_layers(registered) -> None:
     torch.testing.assert_close(again, expected, rtol=0, atol=0)
 
 
+def test_few_tokens_of_inference_are_the_functions_own_until_a_second_layer_has_their_angles(registered) -> None:
+    model = kernelized("apply_rope_litgpt")
+    x, cos, sin = heads(N).npu(), table(S, D).npu(), table(S, D).npu()
+    with torch.no_grad():
+        assert [launched(lambda: model(x, cos, sin)) for _ in range(3)] == [0, 1, 1]
+        assert launched(lambda: model(x, cos.clone(), sin)) == 0
+        assert launched(lambda: model(x.repeat(50, 1, 1, 1), cos.clone(), sin)) == 1
+
+
 def test_views_of_one_table_that_each_layer_makes_are_one_question(registered) -> None:
     model = kernelized("apply_rotary_llama")
     q, cos, sin, positions = on("npu", (heads(N), table(2 * T, D), table(2 * T, D), torch.arange(S)[None]))

@@ -83,7 +83,9 @@ def is_kernel_function(function: object) -> bool:
 
 
 def original_function(function: object) -> FunctionType | None:
-    """Return the function itself, also where `kernels` made a module of it; None for what is neither."""
+    """Return the function itself, also below what `kernels` or torch.jit made of it; None for what is neither."""
+    if isinstance(function, torch.jit.ScriptFunction):
+        function = getattr(function, "_torchdynamo_inline", None)  # what was compiled
     if not isinstance(function, nn.Module):
         return function if isinstance(function, FunctionType) else None
     held = _held(function)

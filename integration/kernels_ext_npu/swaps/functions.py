@@ -162,7 +162,7 @@ def _function_module(active: Registration, callee: CalledFunction) -> nn.Module:
     from kernels import use_kernel_forward_from_hub
 
     original: Any = original_function(callee.function)
-    if callee.function is original:
+    if not is_kernel_function(callee.function):
         if original not in active.functions:  # another file may have imported it
             active.functions[original] = use_kernel_forward_from_hub(callee.name)(original)
         active.patches.attribute(sys.modules[callee.file], callee.name, active.functions[original])

@@ -70,6 +70,7 @@ def apply_rope_litgpt(x, cos, sin):
     return roped.to(dtype=x.dtype)
 
 
+@torch.jit.script
 def apply_rotary_chatglm(x, rope_cache):
     sq, np = x.size(0), x.size(2)
     rot_dim = rope_cache.shape[-2] * 2

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import kernels_ext_npu
 import softnpu
@@ -206,3 +207,36 @@ def test_copies_of_a_model_are_served(registered) -> None:
     model = copy.deepcopy(kernelized("apply_rope_litgpt"))
     arguments = on("npu", (heads(N), table(S, D), table(S, D)))
     assert launched(lambda: model(*arguments)) == 1
+
+
+def test_compiled_it_is_the_functions_own(registered) -> None:
+    model, plain = kernelized("apply_rotary_llama"), others.apply_rotary_llama
+    arguments = SERVED["apply_rotary_llama"][1]()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for ours, theirs in zip(compiled(*on("npu", arguments)), plain(*arguments), strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_graph_rotates_by_what_its_tables_hold_when_it_is_replayed(registered) -> None:
+    model, plain = kernelized("apply_rotary_llama"), others.apply_rotary_llama
+    arguments = on("npu", SERVED["apply_rotary_llama"][1]())
+    model(*arguments)
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        results = model(*arguments)
+    arguments[2].mul_(2)
+    graph.replay()
+    for ours, theirs in zip(results, plain(*on("cpu", arguments)), strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_layers_have_the_gradients_of_the_function(registered, use_reentrant: bool) -> None:
+    model = kernelized("apply_rotary_llama")
+    q, *rest = on("npu", SERVED["apply_rotary_llama"][1]())
+    gradients = []
+    for run in (lambda q: model(q, *rest)[0], lambda q: checkpoint(model, q, *rest, use_reentrant=use_reentrant)[0]):
+        leaf = q.clone().requires_grad_()
+        run(leaf).square().sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)  # the first may be the function's own

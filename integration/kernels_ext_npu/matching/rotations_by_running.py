@@ -67,6 +67,7 @@ class Rotation:
         for form in candidate_forms(signature):
             self._forms.setdefault(form.ranks, []).append(form)
         self._plans: dict[Form, Plan | None] = {}
+        self.refused: str | None = None  # what it does that is in no rotation, if that was seen
         self._dtypes: dict[tuple[Plan, torch.dtype, torch.dtype], Dtypes | None] = {}
 
     @functools.cached_property
@@ -98,8 +99,14 @@ class Rotation:
 
     def _plan(self, form: Form) -> Plan | None:
         if form not in self._plans:
-            with isolated():
-                self._plans[form] = _tries(lambda: _plan(self.function, form))
+            self._plans[form] = None
+            try:
+                with isolated():
+                    self._plans[form] = _plan(self.function, form)
+            except NotRecognisedError as error:
+                self.refused = str(error)
+            except Exception:  # whatever a function raises that is given what it does not expect
+                pass
         return self._plans[form]
 
 
@@ -141,12 +148,12 @@ _known: dict[FunctionType, Rotation | None] = {}
 
 
 def find_rotation(function: FunctionType) -> Rotation | None:
-    """Return how a function rotates; None if it does something else, or may do so at times."""
+    """Return how a function rotates, without a layer if it does something else; None if it cannot be run for a try."""
     known = _known.get(function)
     if function not in _known or (known is not None and not known.holds()):
         signature, settings = Signature(function), _read_settings(function)
         known = Rotation(function, signature, settings) if signature.is_plain and settings is not None else None
-        known = _known[function] = known if known is not None and known.layer else None
+        _known[function] = known
     return known
 
 
@@ -179,9 +186,11 @@ def _run(function: Callable, form: Form, values: Sequence[Any], called: set[str]
     versions = [tensor._version for tensor in tensors]
     with Watched(called, _OPERATORS | _PRODUCTS):
         result = function(*values)
+    if [tensor._version for tensor in tensors] != versions:
+        raise NotRecognisedError("it writes to its arguments")
     results = [result] if form.rotated == 1 else list(result)
-    if len(results) != form.rotated or [tensor._version for tensor in tensors] != versions:
-        raise NotRecognisedError("it writes, or returns something else")
+    if len(results) != form.rotated:
+        raise ValueError("it returns something else")
     return results
 
 

@@ -21,6 +21,7 @@ _VIEWS = {"view", "reshape", "_unsafe_view", "alias", "detach", "unsqueeze", "sq
 _PARTS = {"slice", "select", "unbind", "transpose", "t", "permute"}
 _MADE = {"_to_copy", "to", "clone", "ones", "ones_like", "scalar_tensor", "lift_fresh"}
 _KNOWN = _ARITHMETIC | _SUMS | _ACTIVATIONS | _VIEWS | _PARTS | _MADE
+_READS = {"_local_scalar_dense": "the host waits for a number in it"}
 MAGNITUDES = (1e-2, 1.0, 1e2, 1e4)  # of numbers at which limits show
 _IN_FLOAT32 = 1e-5  # a sum of some hundred products, rounded to float32 inside
 
@@ -86,7 +87,7 @@ class Watched(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, _, name = function._schema.name.partition("::")
         if kind != "prim" and (kind != "aten" or name.removesuffix("_") not in self.known):
-            raise NotRecognisedError(name)
+            raise NotRecognisedError(_READS.get(name, f"it calls {name}"))
         self.called.add(name)
         return function(*args, **(kwargs or {}))
 

@@ -99,7 +99,7 @@ class View:
 
     @functools.cached_property
     def rotations(self) -> dict[CalledFunction, Rotation]:
-        """The rotary functions of other people's code that no pattern knows, and how they rotate."""
+        """The rotary functions of other people's code that no pattern knows, and how they rotate, if they do."""
         called = {callee for facts in self.facts.values() for callee in facts.functions if callee.kind is ROTARY}
         functions = {callee: original_function(callee.function) for callee in called}
         unknown = {c: f for c, f in functions.items() if f is not None and _is_of_others(f) and find_pattern(f) is None}

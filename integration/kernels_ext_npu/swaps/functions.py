@@ -31,6 +31,7 @@ from kernels_ext_npu.matching import classification
 from kernels_ext_npu.matching.function_scan import CalledFunction
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.pattern import Pattern
+from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 from kernels_ext_npu.transformers_internals import is_kernel_function, original_function, package_function
@@ -55,7 +56,7 @@ def find(view: View) -> Iterator[Decision]:
         for callee in called[type(module)]:
             pattern = patterns[callee]
             rotation = view.rotations.get(callee)
-            layer = pattern.layers[0] if pattern else rotation.layer if rotation else None
+            layer = pattern.layers[0] if pattern else (rotation and rotation.layer) or None
             reason = _refusal(module, callee, pattern, rotation)
             # not where a package computes it, nor for unknown functions that do not rotate
             is_meant = callee.kind is ROTARY if pattern is None else _is_ours(callee)
@@ -86,7 +87,7 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
         for callee in found:
             pattern = find_pattern(callee.function)
             rotation = view.rotations.get(callee)
-            if rotation is not None and is_here and registration.uses(_ROTATES):
+            if rotation is not None and rotation.layer and is_here and registration.uses(_ROTATES):
                 _bind_rotation(_function_module(active, callee), rotation, active)
             if pattern is None or not (_is_ours(callee) and registration.uses(pattern.repository)):
                 continue
@@ -119,12 +120,15 @@ def _refusal(
         is_ours = bound is not None
         if bound not in (None, rotation):
             return refusals.OTHER_SETTINGS
-    if pattern is None and rotation is None:
+    if pattern is None and (rotation is None or not rotation.layer):
         original = original_function(callee.function)
         if callee.kind is not ROTARY and original is not None:
             return classification.reason(callee.kind, f"{callee.file.rpartition('modeling_')[2]}:{callee.name}")
         foreign = forward_binding.foreign_name(original, callee.file) if original else None
-        return f"another library replaced it: {foreign}" if foreign else refusals.FUNCTION_UNKNOWN
+        if foreign:
+            return f"another library replaced it: {foreign}"
+        seen = rotation and rotation.refused
+        return Reason("unknown", f"{refusals.FUNCTION_UNKNOWN}: {seen}") if seen else refusals.FUNCTION_UNKNOWN
     if is_ours or is_elsewhere(module):
         return refusals.elsewhere(module)
     if (left_out := refusals.left_out(pattern.repository if pattern else _ROTATES)) is not None:

@@ -93,6 +93,19 @@ def test_what_only_looks_like_one_is_left_alone(registered, name: str) -> None:
     assert not any(swapped for _, swapped in said(model))
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("apply_rotary_on_the_host", "the host waits for a number in it"),
+        ("apply_rotary_clamped", "it calls clamp"),
+        ("apply_rotary_writing", "it writes to its arguments"),
+    ],
+)
+def test_the_report_says_what_no_rotation_does(registered, name: str, reason: str) -> None:
+    (row,) = [row for row in rows(kernelized(name)) if row.function]
+    assert row.reason == f"no kernel computes what it computes: {reason}"
+
+
 def test_cos_and_sin_are_asked_for_once_for_all_layers(registered) -> None:
     model = kernelized("apply_rope_litgpt")
     x, cos, sin = heads(N).npu(), table(S, D).npu(), table(S, D).npu()

@@ -45,6 +45,7 @@ def table(_: str) -> str:
         counts = found.ends[1].counts
         forward, step = (f"{found.product_ratio(phase, counts[phase]):.2f}" for phase in ("forward", "step"))  # type: ignore[arg-type]
         name = f"{model}, adapters of rank {lora}" if lora else model
-        cells = name, forward, step, limit, f"{1e3 * counts['step'].estimate:,.0f}", f"{counts['step'].peak / 1e9:.1f}"  # type: ignore[union-attr]
+        estimate, peak = counts["step"].estimate.seconds, counts["step"].peak  # type: ignore[union-attr]
+        cells = name, forward, step, limit, f"{1e3 * estimate:,.0f}", f"{peak / 1e9:.1f}"
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "".join(f"{line}\n" for line in lines)

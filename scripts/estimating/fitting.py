@@ -14,7 +14,7 @@ from kernels_ext_npu.measuring.estimate import PARTS, RATES, Rates, estimate
 
 # where the search begins: the peaks, and ten microseconds for each of what is counted
 START = Rates(**{rate.name: 1.0 if rate.name in PARTS else 1e-5 for rate in fields(Rates)})
-OF_ATTENTION = ("attention", "attention_kernel")
+ATTENTION_RATES = ("attention", "attention_kernel")
 STEPS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01)  # as parts of a rate
 DIGITS = 2  # of a rate
 BORDER = 1e-3  # seconds, between small and large modules
@@ -22,8 +22,8 @@ BORDER = 1e-3  # seconds, between small and large modules
 
 def fit_all(modules: list[Row], attention: list[Row]) -> Rates:
     """Fit all rates, to one half of the rows: those of attention to its own."""
-    others = [rate.name for rate in fields(Rates) if rate.name not in OF_ATTENTION]
-    return fit(halves(attention)[0], OF_ATTENTION, fit(halves(modules)[0], others, START))
+    others = [rate.name for rate in fields(Rates) if rate.name not in ATTENTION_RATES]
+    return fit(halves(attention)[0], ATTENTION_RATES, fit(halves(modules)[0], others, START))
 
 
 def fit(rows: list[Row], names: Iterable[str], rates: Rates) -> Rates:

@@ -76,12 +76,12 @@ def make(name: str, x: int, config: dict[str, Any]) -> Module:
 
 
 def _softmax(width: int, config: dict[str, Any]) -> Module:
-    return _of_rows(nn.Softmax(dim=-1), (config["M"], width), config["dtype"])
+    return _on_rows(nn.Softmax(dim=-1), (config["M"], width), config["dtype"])
 
 
 def _rms_norm(width: int, config: dict[str, Any]) -> Module:
     weight, other = nn.Parameter(torch.ones(width)), nn.Parameter(torch.ones(width))
-    module = _of_rows(partial(_norm, weight=weight), (config["M"], width), config["dtype"])
+    module = _on_rows(partial(_norm, weight=weight), (config["M"], width), config["dtype"])
     module.held.append(other)
     return module
 
@@ -107,14 +107,14 @@ def _add_rms_norm(width: int, config: dict[str, Any]) -> Module:
 
 
 def _layer_norm(width: int, config: dict[str, Any]) -> Module:
-    module = _of_rows(nn.LayerNorm(width), (config["M"], width), config["dtype"])
+    module = _on_rows(nn.LayerNorm(width), (config["M"], width), config["dtype"])
     module.held.append(nn.LayerNorm(width))
     return module
 
 
 def _group_norm(channels: int, config: dict[str, Any]) -> Module:
     norm = nn.GroupNorm(channels // config["channels_per_group"], channels)
-    module = _of_rows(norm, (config["M"], channels, config["H"]), config["dtype"])
+    module = _on_rows(norm, (config["M"], channels, config["H"]), config["dtype"])
     module.held.append(nn.LayerNorm(channels))
     return module
 
@@ -131,7 +131,7 @@ def _poly_norm(width: int, config: dict[str, Any]) -> Module:
         third, second, first = norm(cube), norm(square), norm(same)
         return (weight[0] * third + weight[1] * second + weight[2] * first + bias).to(x.dtype)
 
-    return _of_rows(forward, (config["M"], width), config["dtype"])
+    return _on_rows(forward, (config["M"], width), config["dtype"])
 
 
 def _cross_entropy(words: int, config: dict[str, Any]) -> Module:
@@ -154,7 +154,7 @@ def _mlp(tokens: int, config: dict[str, Any]) -> Module:
     layer = LlamaMLP(LlamaConfig(**{name: config[name] for name in names}))
     torch.set_default_dtype(before)
     rows = config["B"] if "B" in config else config["bsz"]
-    module = _of_rows(layer, (rows, tokens, config["hidden_size"]), config["dtype"])
+    module = _on_rows(layer, (rows, tokens, config["hidden_size"]), config["dtype"])
     module.gradients = None
     return module
 
@@ -184,7 +184,7 @@ def _mrope(value: int, config: dict[str, Any]) -> Module:
     return Module(forward, [q, k], gradients, keeps=False, returns=True)
 
 
-def _of_rows(forward: Callable[[Tensor], Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Module:
+def _on_rows(forward: Callable[[Tensor], Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Module:
     x = torch.empty(shape, dtype=dtype, requires_grad=True)
     return Module(lambda: forward(x), [x], [torch.empty(shape, dtype=dtype)], held=[forward])
 

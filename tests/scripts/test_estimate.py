@@ -28,9 +28,16 @@ def attention() -> list[Row]:
 
 
 def test_peaks_of_memory_are_those_that_were_measured(counted) -> None:
-    """Without the workspaces that kernels ask for they are at most 20 MiB less, and most of them are the same."""
+    """Without the workspaces that kernels ask for they are at most 20 MiB less, and most of them are the same.
+
+    Of what copies strided operands, too much is counted: these are taken to live until their launch ends.
+    """
     _, peaks = counted
-    assert len(peaks) == 53
+    copying = [peak for peak in peaks if "mrope" in peak.name]
+    peaks = [peak for peak in peaks if peak not in copying]
+    assert (len(peaks), len(copying)) == (53, 8)
+    for peak in copying:
+        assert 1 < peak.counted / peak.measured < 1.06, peak.name
     for peak in peaks:
         assert peak.with_workspaces == pytest.approx(peak.measured, rel=NOTHING_OFF, abs=MEBIBYTE_OFF), peak.name
         assert peak.counted == pytest.approx(peak.measured, rel=NOTHING_OFF, abs=20.1), peak.name

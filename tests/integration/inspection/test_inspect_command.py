@@ -73,7 +73,7 @@ def test_a_model_has_several_names(folder: Path, monkeypatch, tmp_path: Path) ->
 
 
 def test_each_kernel_alone_and_all_together(folder: Path) -> None:
-    found = report("inspect", folder, "--tokens", 32, "--compare")
+    found = report("inspect", folder, "--tokens", 32, "--compare", "--chip", "910c")
     variants = {variant["name"]: variant for variant in found["variants"]}
     assert list(variants) == [ENDS[0], *(f"{name} alone" for name in REPOSITORIES), ENDS[1]]
     launches = {name: variant["step"]["launches"] for name, variant in variants.items()}
@@ -94,6 +94,7 @@ def test_each_kernel_alone_and_all_together(folder: Path) -> None:
     assert after < before
     assert {row["kernel"] for row in found["modules"] if row["swapped"]} >= {"RMSNorm", "SwiGLUMLP", "RotaryPosEmb"}
     assert "neither is a measurement" in found["estimate"]["what"]
+    assert found["estimate"]["chip"] == "one die of an Ascend 910C"
 
 
 def test_solves_on_scalar_cores_are_marked(tmp_path: Path) -> None:

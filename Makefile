@@ -14,7 +14,7 @@ PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 # the newest supported release of transformers, which takes releases of kernels that the index may not have
 NEXT := transformers==5.24.0
 
-.PHONY: help demo test test-slow test-distributed test-next test-variants test-faults benchmark lint build docs site publish release clean
+.PHONY: help demo test test-slow test-distributed test-next test-variants test-faults benchmark estimate lint build docs site publish release clean
 
 help:
 	@echo "make demo        run models with kernels and compare them with their originals [MODEL=/path/to/checkpoint]"
@@ -25,6 +25,7 @@ help:
 	@echo "make test-variants   before a kernel is published: each strict variant on the releases that it names [PAIRS=\"2.6.0 2.8.0=2.8.0.post5\"]"
 	@echo "make test-faults   after tests of kernels changed: plant faults of one per cent, and say which test sees which [ARGS=RMSNorm]"
 	@echo "make benchmark   how long the host is busy with forwards, imports, models and commands, ours and others'"
+	@echo "make estimate    fit the estimate of time to what others measured, and say how far it is off [REPORT=times.json]"
 	@echo "make lint        ruff, mypy and the order of imports"
 	@echo "make build       write the build/ folders of the kernel repositories anew"
 	@echo "make docs        write the generated parts of the documents anew"
@@ -78,6 +79,10 @@ test-faults: $(READY)
 # from the root: it shares its models with the tests
 benchmark: $(READY)
 	@OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(BIN)/python scripts/benchmark.py
+
+# with a report of a card: REPORT=times.json
+estimate: $(READY)
+	@OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/scripts $(BIN)/python scripts/estimate.py $(if $(REPORT),--report $(REPORT))
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -43,7 +43,7 @@ def tables(_: str) -> str:
 def rank(subject: Subject, mesh: Mesh, tokens: int = 4096) -> Rank:
     """Count a rank of a model whose layers are alike."""
     few = type(subject.config)(**subject.config.to_dict() | {"num_hidden_layers": _COUNTED})
-    inspection = inspect(replace(subject, config=few), SOCS["910b"], tokens=tokens, mesh=mesh)
+    inspection = inspect(replace(subject, config=few), SOCS["910b3"], tokens=tokens, mesh=mesh)
     return _extended(inspection, subject.config.num_hidden_layers - _COUNTED)
 
 

@@ -29,7 +29,7 @@ def peaks() -> dict[int, tuple[float, float]]:
     for tokens in TOKENS:
         before, after = (
             kernel_set.counts["step"]
-            for kernel_set in inspect(subject.find(MODEL), SOCS["910b"], tokens=tokens, checkpointing=True).kernel_sets
+            for kernel_set in inspect(subject.find(MODEL), SOCS["910b3"], tokens=tokens, checkpointing=True).kernel_sets
         )
         assert before is not None
         assert after is not None

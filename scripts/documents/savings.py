@@ -42,19 +42,19 @@ def table(language: str) -> str:
 def draw(root: Path) -> None:
     """Write the pictures anew."""
     for path, model in PICTURE.items():
-        picture.plot(inspect(subject.find(model), SOCS["910b"], update=True), root / path)
+        picture.plot(inspect(subject.find(model), SOCS["910b3"], update=True), root / path)
 
 
 @cache
 def inspected(model: str, lora: int) -> Inspection:
     """Inspect the whole of a model that is known by name, with adapters of a rank that is not 0."""
-    return inspect(subject.find(model), SOCS["910b"], lora=lora)
+    return inspect(subject.find(model), SOCS["910b3"], lora=lora)
 
 
 @cache
 def decoded(model: str) -> Inspection:
     """Inspect a step of decoding of the whole of a model."""
-    return inspect(subject.find(model), SOCS["910b"], decode=True)
+    return inspect(subject.find(model), SOCS["910b3"], decode=True)
 
 
 def _token(model: str, language: str) -> tuple[str, str]:

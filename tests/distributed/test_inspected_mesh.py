@@ -139,7 +139,7 @@ def test_devices_do_what_was_counted(request, monkeypatch, tmp_path: Path, model
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SIZES | EXPERTS.get(model_type, {}))
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    found, chip = subject.find(str(tmp_path)), roofline.SOCS["910b"]
+    found, chip = subject.find(str(tmp_path)), roofline.SOCS["910b3"]
     inspection = inspecting.inspect(found, chip, batch=BATCH, tokens=TOKENS, mesh=Mesh(**axes))
     on_ranks = ranks.run(run, tmp_path, axes)
     for variant in inspection.kernel_sets:

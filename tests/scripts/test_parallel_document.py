@@ -16,7 +16,7 @@ def test_three_layers_tell_what_seven_cost() -> None:
     config = zoo.build("qwen3_moe", num_hidden_layers=7, num_experts=8).config
     subject, mesh = Subject("tiny", config, Qwen3MoeForCausalLM, []), Mesh(ep=2, fsdp=4)
     told = parallel.rank(subject, mesh, tokens=64)
-    inspection = inspect(subject, SOCS["910b"], tokens=64, mesh=mesh)
+    inspection = inspect(subject, SOCS["910b3"], tokens=64, mesh=mesh)
     assert told.weights == inspection.weights
     for phase, both in told.whole.items():
         for counts, variant in zip(both, inspection.kernel_sets):

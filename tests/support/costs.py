@@ -17,7 +17,7 @@ from kernels_ext_npu.inspection.subject import Subject
 from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.measuring.roofline import SOCS
 
-SOC = SOCS["910b"]
+SOC = SOCS["910b3"]
 
 
 def fake_model(model_type: str, **sizes: int) -> PreTrainedModel:

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 import softnpu
 from kernels_ext_npu.benchmarking.recorded_calls import Call
-from kernels_ext_npu.measuring.costs import Cost, peak
+from kernels_ext_npu.measuring.costs import peak
+from kernels_ext_npu.measuring.estimate import WorkCost
+from kernels_ext_npu.measuring.roofline import soc_named
 from softnpu.counting import STREAM_SYNCS
 
 # what comes before a run and gives its argument, and the run
@@ -126,21 +128,21 @@ class Work:
         }
 
 
-def count(before: Before, run: Run) -> dict[str, int]:
+def count(before: Before, run: Run) -> dict[str, Any]:
     """Count launches, kernels and the bytes that these move, memory beyond what was held before, and waits of the host.
 
-    Only the software device sees when the host waits.
+    Only the software device sees when the host waits. On a card the workload of an estimate is told, too.
     """
     prepared = before()
     torch_npu.npu.synchronize()
     waited = softnpu.counters().get(STREAM_SYNCS, 0)
     gc.disable()  # what it frees in between was held before
     try:
-        with peak() as held, Cost() as cost:
+        with peak() as held, WorkCost(soc_named(torch_npu.npu.get_device_name(0))) as cost:
             result = run(prepared)
     finally:
         gc.enable()
-    counted = {
+    counted: dict[str, Any] = {
         "launches": cost.launches.total(),
         "kernels": cost.kernels.total(),
         "bytes": cost.bytes.total(),
@@ -148,5 +150,7 @@ def count(before: Before, run: Run) -> dict[str, int]:
     }
     if softnpu.is_software():
         counted["host_waits"] = softnpu.counters().get(STREAM_SYNCS, 0) - waited
+    else:
+        counted["work"] = {part: float(f"{amount:.6g}") for part, amount in cost.workload.parts.items()}
     del result
     return counted

@@ -26,9 +26,7 @@ def inspect(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens a row.")] = 4096,
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(_DTYPES)}.")] = _DTYPES[0],
-    soc: Annotated[
-        str, typer.Option(help="The chip of the estimate: 910b, 910b-280, 910b-376, 910c, 910c-560.")
-    ] = "910b",
+    chip: Annotated[str, typer.Option(help="The chip of the estimate: 910b2, 910b3, 910b4 or 910c.")] = "910b3",
     compare: Annotated[bool, typer.Option("--compare", help="Count each kernel alone, too.")] = False,
     tp: Annotated[int, typer.Option(min=1, help="Ranks that share each weight, as transformers' tp_size.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Ranks that share the experts, as ep_size.")] = 1,
@@ -91,8 +89,8 @@ def inspect(
     from kernels_ext_npu.inspection.subject import find
     from kernels_ext_npu.measuring.roofline import SOCS
 
-    if soc not in SOCS:
-        raise RefusedError(f"--soc {soc}: expected is one of {', '.join(SOCS)}")
+    if chip not in SOCS:
+        raise RefusedError(f"--chip {chip}: expected is one of {', '.join(SOCS)}")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it says is remarked
     if decode and (checkpointing or update or plot is not None or cp > 1):
         raise RefusedError("--decode: a step of decoding has no backward, no update, no split rows, and is not drawn")
@@ -106,7 +104,7 @@ def inspect(
             subject.remarks.append(f"kernels: as they are on CANN {cann}")
         inspection = inspecting.inspect(
             subject,
-            SOCS[soc],
+            SOCS[chip],
             getattr(torch, dtype),
             batch,
             tokens,

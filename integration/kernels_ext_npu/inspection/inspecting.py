@@ -68,7 +68,7 @@ class Inspection:
     subject: Subject  # what was inspected
     inputs: str  # what the model was given, in words
     dtype: torch.dtype  # the dtype of the weights
-    soc: Soc  # the chip of the estimate
+    soc: Soc  # the chip of estimate and roofline
     mesh: Mesh  # the mesh of ranks, one of which was counted
     parameters: int  # the number of parameters
     weights: int  # the bytes of the weights that a rank holds
@@ -90,7 +90,7 @@ class Inspection:
         """
         counted = [whole(v) if phase == "whole_step" else v.counts[phase] for v in self.ends]
         products = min((counts.products for counts in counted if counts is not None), default=None)
-        return counts.estimate / products if products else None
+        return counts.roofline / products if products else None
 
 
 def inspect(

@@ -15,6 +15,7 @@ from kernels_ext_npu.inspection.counting.phases import DECODING, STATIC, replays
 from kernels_ext_npu.inspection.inspecting import UPDATE, WHOLE, Inspection, KernelSet, whole
 from kernels_ext_npu.inspection.mesh import ONE
 from kernels_ext_npu.measuring import roofline
+from kernels_ext_npu.measuring.estimate import SPREAD
 
 _COUNTED = "Counted on fake tensors with torch_npu's meta kernels: nothing was computed, and nothing was timed."
 _LAUNCHED = (
@@ -25,8 +26,8 @@ _REPLAYED = (
     "replays: of a graph, in a step by generate(cache_implementation='static', compile_config=CompileConfig(backend="
     "'NPUGraph')), which launches a graph in the place of all of these; 0 where the step cannot be one."
 )
-_HEADINGS = ("launches", "kernels", "GB moved", "host waits", "peak GB", "estimate ms")
-_NARROW = 72  # columns; below them headings take two lines
+_HEADINGS = ("launches", "kernels", "GB moved", "host waits", "peak GB", "estimate ms", "roofline ms")
+_NARROW = 96  # columns; below them headings take two lines
 
 
 def show(inspection: Inspection, console: Console) -> None:
@@ -57,9 +58,12 @@ def show(inspection: Inspection, console: Console) -> None:
     console.print(
         f"peak: activations and workspaces{'' if alone else ', and weights while they are gathered'}, beyond the "
         f"weights {'' if alone else 'of the rank '}({_gigabytes(inspection.weights)} GB) and their gradients.\n"
-        f"estimate: the least time on {inspection.soc.name}, a roofline from published peak figures, which no chip "
-        f"reaches{'' if alone else ', and without collectives'}; of products: in proportion to that of products and "
-        "attention alone, the original's or the kernels', whichever is smaller.",
+        f"estimate: on {inspection.soc.name} ({inspection.soc.profile} in MindStudio Modeling), in eager mode, fitted "
+        f"to what others measured on a 910B2; its range is a factor of {SPREAD}, within which nine of ten of their "
+        "figures are that were not fitted (docs/estimates.md).\n"
+        f"roofline: all kernels at the chip's peaks{'' if alone else '; like the estimate, without collectives'}; of "
+        "products: in proportion to that of products and attention alone, the original's or the kernels', whichever is "
+        "smaller.",
         highlight=False,
     )
 
@@ -79,9 +83,11 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "projections": inspection.report.projections_as_list(),
         "variants": [_kernel_set_as_json(inspection, kernel_set) for kernel_set in inspection.kernel_sets],
         "estimate": {
-            "what": "a roofline: the least time from published peak figures, not a measurement",
-            "of_products": "in proportion to products and attention alone, of the original or with kernels",
-            "soc": inspection.soc.name,
+            "what": "estimate: the longer of device and host, fitted to what others measured on a 910B2; roofline: the "
+            "time at published peaks; neither is a measurement",
+            "range": f"nine of ten figures that were not fitted are within a factor of {SPREAD}",
+            "of_products": "the roofline in proportion to products and attention, of the original or with kernels",
+            "chip": inspection.soc.name,
             "profile": inspection.soc.profile,
             "source": roofline.SOURCE,
         },
@@ -105,7 +111,7 @@ def _kernel_set_as_json(inspection: Inspection, kernel_set: KernelSet) -> dict[s
                 "kernels": counts.kernels[name],
                 "bytes": counts.bytes[name],
                 "flops": counts.flops[name],
-                "estimate_seconds": counts.seconds[name],
+                "roofline_seconds": counts.seconds[name],
             }
             for name, count in counts.launches.most_common()
             if count
@@ -126,7 +132,10 @@ def _sums(counts: Counts) -> dict[str, Any]:
         "host_waits": counts.waits,
         "ai_cpu_launches": {name: number for name, number in counts.on_ai_cpu.items() if number},
         "peak_activation_bytes": counts.peak,
-        "estimate_seconds": counts.estimate,
+        "estimate_seconds": counts.estimate.seconds,
+        "device_seconds": counts.estimate.device,
+        "host_seconds": counts.estimate.host,
+        "roofline_seconds": counts.roofline,
         "products_seconds": counts.products,
         "collectives": [
             key._asdict() | {"calls": calls, "bytes": counts.messages[key]}
@@ -167,7 +176,7 @@ def _table(inspection: Inspection, phase: str, title: str, narrow: bool) -> Tabl
         table.add_row(title)
         for kernel_set, counts in zip(inspection.ends, pair):
             table.add_row(f"  {kernel_set.name}", *_cells(counts))
-    table.caption = _on_ai_cpu(inspection, phase)
+    table.caption = "\n".join(filter(None, (_times(inspection, phase), _on_ai_cpu(inspection, phase)))) or None
     return table
 
 
@@ -184,6 +193,20 @@ def _whole(inspection: Inspection, narrow: bool) -> Table:
         )
     table.caption = "original → with kernels. What an optimizer keeps for each weight is no part of a peak."
     return table
+
+
+def _times(inspection: Inspection, phase: str) -> str:
+    """Say in which range the estimates of the ends are, and who decides: the host or the device."""
+    said = []
+    for kernel_set in inspection.ends:
+        counts = kernel_set.counts[phase]
+        if counts is None:
+            continue
+        found = counts.estimate
+        low, high = (f"{1e3 * seconds:,.1f}" for seconds in found.range)
+        graph = f"; in a graph {1e3 * found.device:,.1f}" if replays(phase, counts) else ""
+        said.append(f"{kernel_set.name}: {low} to {high} ms, the {found.decided_by} decides{graph}")
+    return "\n".join(said)
 
 
 def _on_ai_cpu(inspection: Inspection, phase: str) -> str | None:
@@ -237,15 +260,17 @@ def _figures(counts: Counts) -> tuple[float, ...]:
         counts.bytes.total(),
         counts.waits,
         counts.peak,
-        counts.estimate,
+        counts.estimate.seconds,
+        counts.roofline,
     )
 
 
 def _cells(counts: Counts | None) -> list[str]:
     if counts is None:
         return ["not counted", *[""] * (len(_HEADINGS) - 1)]
-    launches, kernels, moved, waits, peak, estimate = _figures(counts)
-    return [f"{launches:,}", f"{kernels:,}", _gigabytes(moved), str(waits), _gigabytes(peak), f"{1e3 * estimate:,.1f}"]
+    launches, kernels, moved, waits, peak, *seconds = _figures(counts)
+    times = (f"{1e3 * each:,.1f}" for each in seconds)
+    return [f"{launches:,}", f"{kernels:,}", _gigabytes(moved), str(waits), _gigabytes(peak), *times]
 
 
 def _dtype(inspection: Inspection) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from build import ROOT
+from estimating import reports, rows
 from transformers import AutoModelForCausalLM
 
 import softnpu
@@ -50,7 +51,7 @@ def test_the_software_device_writes_no_report(tmp_path: Path) -> None:
     assert not (tmp_path / "report.json").exists()
 
 
-def test_every_line_has_times_and_their_spread(on_a_card, tmp_path: Path) -> None:
+def test_every_line_has_times_and_their_spread(on_a_card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, config = tmp_path / "report.json", write_config(tmp_path, "llama")
     kernels = {"SwiGLU", "CrossEntropy", "step"}
     options = [*SMALL, "--repeats", 3, "--report", path]
@@ -66,6 +67,13 @@ def test_every_line_has_times_and_their_spread(on_a_card, tmp_path: Path) -> Non
             assert {name: figures[name] for name in SPREAD} == SPREAD
             assert figures["launches"] > 0
             assert figures["bytes"] > 0
+            work = figures["work"]  # what an estimate of time is made of
+            assert work["kernel"] + work.get("attention_kernel", 0) == figures["kernels"]
+            assert work.get("launch", 0) + work.get("launch_backward", 0) == figures["launches"]
+    file = tmp_path / "measured.json"
+    file.write_text(rows.FILE.read_text("utf-8"))
+    monkeypatch.setattr(rows, "FILE", file)
+    assert len(reports.add(rows.read(), path)) == 2 * len(written["results"])
     machine = written["machine"]
     assert {"chip", "driver", "cann", "torch", "torch_npu", "transformers", "python", "LLaMA-Factory"} <= machine.keys()
     assert machine["device"] == "card"

@@ -45,7 +45,14 @@ def test_a_checkpoint_without_weights(folder: Path, tmp_path: Path) -> None:
         "5 of 5 norms, 1 of 1 gated MLPs, 1 of 1 rotary calls, 1 of 1 rotary tables, 1 of 1 attention, "
         "1 of 1 heads swapped" in output
     )
-    for words in ("forward, no gradients", "training step", "1 × 32 tokens", "Counted on fake tensors", "estimate"):
+    for words in (
+        "forward, no gradients",
+        "training step",
+        "1 × 32 tokens",
+        "Counted on fake tensors",
+        "roofline",
+        "910B3",
+    ):
         assert words in output
     assert all(len(line) <= 80 for line in result.output.splitlines() if str(tmp_path) not in line)
     assert image.imread(plot).shape[:2] == (1080, 1920)
@@ -66,7 +73,7 @@ def test_a_model_has_several_names(folder: Path, monkeypatch, tmp_path: Path) ->
 
 
 def test_each_kernel_alone_and_all_together(folder: Path) -> None:
-    found = report("inspect", folder, "--tokens", 32, "--compare")
+    found = report("inspect", folder, "--tokens", 32, "--compare", "--chip", "910c")
     variants = {variant["name"]: variant for variant in found["variants"]}
     assert list(variants) == [ENDS[0], *(f"{name} alone" for name in REPOSITORIES), ENDS[1]]
     launches = {name: variant["step"]["launches"] for name, variant in variants.items()}
@@ -81,18 +88,20 @@ def test_each_kernel_alone_and_all_together(folder: Path) -> None:
             counts, operators = variant[phase], variant[phase]["operators"].values()
             for what in ("launches", "bytes", "flops"):
                 assert counts[what] == sum(entry[what] for entry in operators)
-            assert counts["estimate_of_products"] == counts["estimate_seconds"] / least > 1
+            assert counts["estimate_of_products"] == counts["roofline_seconds"] / least > 1
+            assert counts["estimate_seconds"] == max(counts["device_seconds"], counts["host_seconds"])
     before, after = (variants[name]["step"]["estimate_of_products"] for name in ENDS)
     assert after < before
     assert {row["kernel"] for row in found["modules"] if row["swapped"]} >= {"RMSNorm", "SwiGLUMLP", "RotaryPosEmb"}
-    assert "not a measurement" in found["estimate"]["what"]
+    assert "neither is a measurement" in found["estimate"]["what"]
+    assert found["estimate"]["chip"] == "one die of an Ascend 910C"
 
 
 def test_solves_on_scalar_cores_are_marked(tmp_path: Path) -> None:
     """Of a layer of Qwen3.5 without kernels: two, and two more in its backward."""
     layers = {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
     AutoConfig.for_model("qwen3_5_text", **SIZES | layers).save_pretrained(tmp_path)
-    found = inspecting.inspect(subject.find(str(tmp_path)), roofline.SOCS["910b"], tokens=64)
+    found = inspecting.inspect(subject.find(str(tmp_path)), roofline.SOCS["910b3"], tokens=64)
     said = "On the AI CPU, a few scalar cores, for which the estimate is far too low: original: "
     forward_part, step_part = " ".join(printed(found).split()).split(said)[1:]
     # a cumulative sum of int64 and copies to where elements lie apart run there as well
@@ -160,7 +169,7 @@ def test_a_config_that_is_none_is_refused_in_a_sentence(tmp_path: Path, content:
         (["nobody/nothing"], "`hf download nobody/nothing config.json`"),
         (["."], "it has no config.json"),
         (["qwen3", "--dtype", "int8"], "bfloat16, float16, float32"),
-        (["qwen3", "--soc", "910"], "910b, 910b-280"),
+        (["qwen3", "--chip", "910"], "910b2, 910b3, 910b4, 910c"),
         (["qwen3", "--plot", "plot.xyz"], "has to end in one of"),
         (["qwen3", "--plot", "/nowhere/plot.png"], "cannot be written: No such file or directory"),
         (["qwen3", "--tokens", "0"], "--tokens"),
@@ -184,7 +193,7 @@ def test_a_missing_matplotlib_is_explained(monkeypatch) -> None:
 
 def test_a_step_with_adapters_and_what_follows_it(folder: Path) -> None:
     """Adapters are trained alone: their gradients are clipped, and their optimiser steps, in lists of launches."""
-    count = partial(inspecting.inspect, subject.find(str(folder)), roofline.SOCS["910b"], tokens=32, lora=4)
+    count = partial(inspecting.inspect, subject.find(str(folder)), roofline.SOCS["910b3"], tokens=32, lora=4)
     inspected = count(update=True)
     found = printing.as_json(inspected)
     assert found["inputs"] == "1 × 32 tokens, with adapters of rank 4"

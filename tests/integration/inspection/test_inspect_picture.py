@@ -38,7 +38,7 @@ def inspection(with_update: bool = False, with_step: bool = True) -> Inspection:
                     launches=Counter({"add": 4}), bytes=Counter({"add": 7 * 10**9}), peak=peak * 10**9
                 )
     subject = Subject("tiny", AutoConfig.for_model("qwen3"), Qwen3ForCausalLM, [])
-    mesh, soc = ONE, SOCS["910b"]
+    mesh, soc = ONE, SOCS["910b3"]
     return Inspection(subject, "1 × 8 tokens", torch.bfloat16, soc, mesh, 1, 2, Report([]), kernel_sets, [])
 
 

@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from kernels_ext_npu.measuring.estimate import Estimate, estimate
+
 _COUNTED = (
-    "launches", "kernels", "bytes", "not_read", "flops", "seconds", "product_seconds", "on_ai_cpu", "calls", "messages"
+    "launches", "kernels", "bytes", "not_read", "flops", "seconds", "product_seconds", "work", "on_ai_cpu", "calls",
+    "messages"
 )  # fmt: skip
 
 
@@ -32,10 +35,12 @@ class Counts:
     not_read: Counter[str] = field(default_factory=Counter)
     # the additions and multiplications of products in them, by operator
     flops: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
-    # the least time that they take on a chip, by operator
+    # the time that they take at the peaks of a chip, by operator
     seconds: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
     # that of operators that multiply, by operator, if nothing were copied or cast for them
     product_seconds: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
+    # what an estimate of time is made of, by the names of the rates
+    work: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
     # the number of kernels on the AI CPU, by operator
     on_ai_cpu: Counter[str] = field(default_factory=Counter)
     # the number of calls of collectives, which are no launches
@@ -48,13 +53,18 @@ class Counts:
     layers: list[Layer] = field(default_factory=list)  # what each further layer of a kind adds to these
 
     @property
-    def estimate(self) -> float:
-        """The least seconds of all launches on a chip."""
+    def estimate(self) -> Estimate:
+        """How long it takes, by what others measured."""
+        return estimate(self.work)
+
+    @property
+    def roofline(self) -> float:
+        """The seconds of all launches at the peaks of a chip."""
         return sum(self.seconds.values())
 
     @property
     def products(self) -> float:
-        """The least seconds of what multiplies matrices alone: attention and convolutions are among it."""
+        """The seconds of what multiplies matrices alone, at the peaks: attention and convolutions are among it."""
         return sum(self.product_seconds.values())
 
     def add(self, other: Counts, times: int = 1) -> None:

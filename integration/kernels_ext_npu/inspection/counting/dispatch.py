@@ -16,6 +16,7 @@ from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.memory import Memory
 from kernels_ext_npu.measuring.costs import Cost, byte_size, what_runs
 from kernels_ext_npu.measuring.distance import tensors
+from kernels_ext_npu.measuring.estimate import Workload
 from kernels_ext_npu.measuring.inside import Inside
 from kernels_ext_npu.measuring.products import flops, multiplies
 from kernels_ext_npu.measuring.roofline import Soc, seconds
@@ -33,6 +34,7 @@ class Counting(Cost):
     def __init__(self, values: KnownValues, soc: Soc, axes: Axes | None = None) -> None:
         super().__init__()
         self.values, self.soc, self.memory = values, soc, Memory()
+        self.workload = Workload(soc)
         self._axes = Axes(tuple) if axes is None else axes
         self.go_on()
 
@@ -51,19 +53,21 @@ class Counting(Cost):
             self._count_message(operator, args, kwargs, result)
         elif (runs := self.count(operator, args, kwargs, result)) is not None:
             multiplied = flops(operator, *self.values.with_lists(args, kwargs), result)
-            self._add(name, runs, multiplied, next((tensor.dtype for tensor in tensors((args, kwargs))), None))
+            dtype = next((tensor.dtype for tensor in tensors((args, kwargs))), None)
+            self._add(name, runs, multiplied, dtype)
+            self.workload.add(name, runs, multiplied, dtype, (args, kwargs), result)
             workspace = runs.workspace
         self.memory.add(tensors(result), workspace)
         return result
 
     def _add(self, name: str, runs: Inside, multiplied: float, dtype: torch.dtype | None) -> None:
-        """Add the least time of the kernels of a call, and of its product alone."""
+        """Add the time of the kernels of a call at the peaks, and of its product alone."""
         counts = self._counts
         counts.flops[name] += multiplied
         share = multiplied / max(1, sum(kernel.is_main for kernel in runs.kernels))  # products of equal size
         for kernel in runs.kernels:
-            least = seconds(self.soc, share if kernel.is_main else 0, dtype, kernel.moved)
-            counts.seconds[name] += least
+            at_peak = seconds(self.soc, share if kernel.is_main else 0, dtype, kernel.moved)
+            counts.seconds[name] += at_peak
             if kernel.on_ai_cpu:
                 counts.on_ai_cpu[name] += 1
         if multiplies(name):
@@ -83,7 +87,8 @@ class Counting(Cost):
         """Forget what was counted so far, but for the memory that is taken."""
         for counter in (self.launches, self.kernels, self.bytes, self.not_read):
             counter.clear()
-        self._counts = Counts(self.launches, self.kernels, self.bytes, self.not_read)
+        self.workload.start()
+        self._counts = Counts(self.launches, self.kernels, self.bytes, self.not_read, work=self.workload.parts)
         self.memory.peak = self.memory.current
         self.values.waits = self.values.copies_in = 0
 
@@ -107,6 +112,9 @@ class Counting(Cost):
             self.kernels["clone"] += 1
             self.bytes["clone"] += cloned
             self._counts.seconds["clone"] += cloned / self.soc.bandwidth
+            self._counts.work["memory"] += cloned / self.soc.bandwidth
+            self._counts.work["kernel"] += 1
+            self._counts.work["launch"] += 1
         if operator is torch.ops.c10d._reduce_scatter_base_.default and key.axis != "cp":
             self.memory.exclude([args[0]])  # FSDP2's: what comes out is the gradient of weights
 

@@ -50,7 +50,7 @@ def test_a_layer_of_deepseek_v32_at_32k_tokens(monkeypatch, operators: bool) -> 
             described = {"q_offset": keys - queries, "attention_mask": padding, "device": "npu"}
             return kernel.attention_mask(1, queries, keys, allow_is_causal_skip=False, **described)
 
-        counting = Counting(KnownValues(), SOCS["910b"], None)
+        counting = Counting(KnownValues(), SOCS["910b3"], None)
         counting.memory.exclude([x, table, *layer.parameters()])
         with counting:
             layer(x, (table, table), mask(TOKENS, TOKENS), past_key_values=cache)
@@ -64,7 +64,7 @@ def test_a_layer_of_deepseek_v32_at_32k_tokens(monkeypatch, operators: bool) -> 
             padding = None
             if kept is not None:
                 padding = values.learn(torch.zeros(1, keys, dtype=torch.bool, device="npu"), kept)
-            with Counting(values, SOCS["910b"]) as counting:
+            with Counting(values, SOCS["910b3"]) as counting:
                 layer(x[:, :1], (table[:, :1],) * 2, mask(1, keys, padding), past_key_values=cache)
             assert counting.counts().waits == 0
             moved = counting.bytes.total() - weights - counting.bytes["cat"]  # what a growing cache is made anew of
@@ -84,7 +84,7 @@ def test_training_under_autocast_holds_what_grows_with_tokens_alone() -> None:
             x = torch.zeros(1, tokens, config.hidden_size, device="npu", requires_grad=True)
             table = torch.zeros(1, tokens, config.qk_rope_head_dim, device="npu")
             mask = kernel.attention_mask(1, tokens, tokens, device="npu", allow_is_causal_skip=False)
-            counting = Counting(KnownValues(), SOCS["910b"], None)
+            counting = Counting(KnownValues(), SOCS["910b3"], None)
             counting.memory.exclude([x, table, *layer.parameters()])
             with counting:
                 with torch.autocast("npu", torch.bfloat16):

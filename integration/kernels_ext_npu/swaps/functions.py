@@ -151,7 +151,9 @@ def _bind_rotation(function: nn.Module, rotation: Rotation, active: Registration
     active.function_layers[function] = rotation.layer
     if _bound_rotation(function) is not rotation:
         forward_binding.take_out(function)
-        set_forward(function, make_forward(rotation), ROTATION)
+        forward = make_forward(rotation)
+        setattr(forward, ROTATION, rotation)
+        set_forward(function, forward, ROTATION)
 
 
 def _is_ours(callee: CalledFunction) -> bool:

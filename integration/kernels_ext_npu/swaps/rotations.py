@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.matching.rotations_by_running import Plan, Rotation, ask, make_question
-from kernels_ext_npu.swaps.functions import ROTATION
 
 
 def make_forward(found: Rotation) -> FunctionType:
@@ -43,7 +42,6 @@ def make_forward(found: Rotation) -> FunctionType:
         results = [plan.pairing.rotate(x, cos, sin, rotate).to(dtypes.result) for x in tensors]
         return results[0] if plan.makes is Tensor else plan.makes(results)
 
-    setattr(forward, ROTATION, found)
     return forward  # type: ignore[return-value]
 
 

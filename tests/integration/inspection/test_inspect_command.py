@@ -52,6 +52,7 @@ def test_a_checkpoint_without_weights(folder: Path, tmp_path: Path) -> None:
         "Counted on fake tensors",
         "roofline",
         "910B3",
+        "ms, the host decides",
     ):
         assert words in output
     assert all(len(line) <= 80 for line in result.output.splitlines() if str(tmp_path) not in line)

@@ -58,9 +58,9 @@ def show(inspection: Inspection, console: Console) -> None:
     console.print(
         f"peak: activations and workspaces{'' if alone else ', and weights while they are gathered'}, beyond the "
         f"weights {'' if alone else 'of the rank '}({_gigabytes(inspection.weights)} GB) and their gradients.\n"
-        f"estimate: on {inspection.soc.name} ({inspection.soc.profile} in MindStudio Modeling), in eager mode, fitted "
-        f"to what others measured on a 910B2; its range is a factor of {SPREAD}, within which nine of ten of their "
-        "figures are that were not fitted (docs/estimates.md).\n"
+        f"estimate: on {inspection.soc.name} ({inspection.soc.profile} in MindStudio Modeling), in eager mode and "
+        "without waits of the host, fitted to what others measured on a 910B2; its range is a factor of "
+        f"{SPREAD}, within which nine of ten of their figures are that were not fitted (docs/estimates.md).\n"
         f"roofline: all kernels at the chip's peaks{'' if alone else '; like the estimate, without collectives'}; of "
         "products: in proportion to that of products and attention alone, the original's or the kernels', whichever is "
         "smaller.",

@@ -18,7 +18,7 @@ ROOMS = {
     "gate": (
         *("FusedMoE", "LinearAttention", "RMSNorm", "SwiGLU", "common", "softnpu"),
         "integration/kernels_ext_npu/catalogue.py",  # forget gates
-        "integration/kernels_ext_npu/matching/mlps_by_running.py",  # gate and up of an MLP
+        "integration/kernels_ext_npu/matching",  # gate and up of an MLP, gated norms
         "integration/kernels_ext_npu/patterns",  # names of transformers
         "integration/kernels_ext_npu/selftest",
         "integration/kernels_ext_npu/swaps",  # gate and up of an MLP

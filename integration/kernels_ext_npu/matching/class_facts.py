@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from kernels_ext_npu.catalogue import Kind
+from kernels_ext_npu.catalogue import ACTIVATIONS, MLPS, NORMS, Kind
 from kernels_ext_npu.matching.classification import (
     attends,
     calls_attention_by_name,
@@ -19,6 +19,8 @@ from kernels_ext_npu.matching.function_scan import CalledFunction, called_functi
 from kernels_ext_npu.matching.indexer_scan import indexer_rewriter
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.pattern import Pattern
+
+_RUN = (NORMS, MLPS, ACTIVATIONS)  # kinds by which classes of transformers are known without a pattern
 
 
 class ClassFacts(NamedTuple):
@@ -32,7 +34,7 @@ class ClassFacts(NamedTuple):
         names_attention: whether it calls the attention that its config names.
         is_indexer: whether it is an indexer whose forward is known.
         is_experts: whether it calls the experts implementation that its config names.
-        is_run: whether it is run to find what it computes: its code is other people's, and no pattern knows it.
+        is_run: whether it is run to find what it computes: no pattern knows it, and it may be what a layer computes.
         functions: those that it calls, and that kernels may serve.
     """
 
@@ -59,14 +61,17 @@ def class_facts(cls: type[nn.Module], forward: object, mark: str | None) -> Clas
         names_attention=calls_attention_by_name(cls),
         is_indexer=indexer_rewriter(cls) is not None,
         is_experts=is_experts_class(cls),
-        is_run=pattern is None and _is_of_others(cls, forward),
+        is_run=pattern is None and _is_run(cls, forward, kind),
         functions=called_functions(cls),
     )
 
 
-def _is_of_others(cls: type[nn.Module], forward: object) -> bool:
-    """Tell whether the forward of a class is of the library of the class, and that neither torch nor transformers."""
+def _is_run(cls: type[nn.Module], forward: object, kind: Kind | None) -> bool:
+    """Tell whether the forward of a class is of the library of the class, and may compute what a layer does.
+
+    That may be anything in other people's code, and in transformers what looks like one of the kinds that are run; what
+    torch has needs no kernel that is found so.
+    """
     library = getattr(forward, "__module__", "").partition(".")[0]
-    return library not in ("torch", "transformers") and library in {
-        each.__module__.partition(".")[0] for each in cls.__mro__
-    }
+    is_own = library in {each.__module__.partition(".")[0] for each in cls.__mro__}
+    return is_own and library != "torch" and (library != "transformers" or kind in _RUN)

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator
-from types import BuiltinFunctionType, CodeType, FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
-_SETTINGS = (bool, int, float, str, type(None), torch.dtype, torch.Size)
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 _OWN_TO_TORCH = {*vars(nn.Module()), "training"}
 
 
 class Settings(NamedTuple):
-    """What a forward may read of a module, but for its weights and its projections."""
+    """What a forward may read of a module, but for its weights and what is called as it is."""
 
     cls: type[nn.Module]
     forward: Any  # that of the class
     members: tuple[tuple[str, Any], ...]  # numbers, strings and the like, of the module or of its class
     absent: frozenset[str]  # what its code may look for, and the module does not have
+    present: frozenset[str]  # the parameters and children that it has
     children: tuple[tuple[str, Settings], ...] = ()
 
 
@@ -29,37 +32,106 @@ def read_settings(module: nn.Module) -> Settings | None:
     """Return what a forward may read; None if there is more, such as tensors, objects, or modules inside of modules."""
     cls, own = type(module), vars(module)
     names = names_read(cls, cls.forward)  # type: ignore[arg-type]
-    members = {name: own[name] for name in names if name in own and name not in _OWN_TO_TORCH}
+    held = {name: own[name] for name in names if name in own and name not in _OWN_TO_TORCH}
+    members = {name: value for name, value in held.items() if not is_config(value)}
+    for config in held.keys() - members.keys():
+        found = {name: getattr(held[config], name, None) for name in names}
+        members |= {f"{config}.{name}": each for name, each in found.items() if each is not None and not callable(each)}
     on_class = {name: inspect.getattr_static(cls, name, None) for name in names.difference(own)}
-    members |= {name: value for name, value in on_class.items() if value is not None and isinstance(value, _SETTINGS)}
-    if module._buffers or not all(map(_is_setting, members.values())):
+    members |= {name: value for name, value in on_class.items() if value is not None and _is_plain(value)}
+    if module._buffers or not all(map(is_setting, members.values())):
         return None
-    others = {name: child for name, child in module._modules.items() if child is not None and not is_projection(child)}
+    others = {name: child for name, child in module._modules.items() if child is not None and not is_opaque(child)}
     children = {name: None if any(child.children()) else read_settings(child) for name, child in others.items()}
     if None in children.values():
         return None
-    absent = names.difference(own, members)
-    return Settings(cls, cls.forward, (*members.items(),), absent, (*children.items(),))  # type: ignore[arg-type]
+    frozen = tuple((name, _frozen(value)) for name, value in members.items())
+    absent = names.difference(own, on_class.keys() & members.keys())
+    return Settings(cls, cls.forward, frozen, absent, _present(module), (*children.items(),))  # type: ignore[arg-type]
 
 
-def _is_setting(value: Any) -> bool:
-    """Tell whether a value is one that does not change by itself: a number, a string, or a function of torch."""
-    is_function = isinstance(value, (FunctionType, BuiltinFunctionType))
-    return isinstance(value, _SETTINGS) or (is_function and str(value.__module__).startswith("torch."))
+def has_settings(module: Any, settings: Settings) -> bool:
+    """Tell whether a module has these settings."""
+    if type(module) is not settings.cls or settings.cls.forward is not settings.forward:
+        return False
+    members, children = vars(module), module._modules
+    for path, value in settings.members:
+        name, _, inner = path.partition(".")
+        found = members[name] if name in members else getattr(settings.cls, name, None)
+        if not _is_same(getattr(found, inner, None) if inner else found, value):
+            return False
+    if not settings.absent.isdisjoint(members) or _present(module) != settings.present:
+        return False
+    return all(has_settings(children.get(name), inner) for name, inner in settings.children)
+
+
+def numbers(module: nn.Module, kind: type | tuple[type, ...] = (int, float)) -> set[Any]:
+    """Return the numbers that a module holds, and that stand in the code of its class."""
+    constants = [constant for code in codes_in(type(module)) for constant in code.co_consts]
+    values = [*vars(module).values(), *vars(type(module)).values(), *constants]
+    return {value for value in values if isinstance(value, kind) and not isinstance(value, bool)}
+
+
+def is_setting(value: Any) -> bool:
+    """Tell whether a value is one that does not change by itself: a number, a string, a function, or some of these."""
+    if isinstance(value, tuple):
+        return all(map(is_setting, value))
+    if type(value) is functools.partial:
+        return is_setting((value.func, *value.args, *value.keywords.values()))
+    is_function = isinstance(value, FunctionType) and (value.__closure__ is None or value.__module__[:6] == "torch.")
+    return _is_plain(value) or is_function or isinstance(value, BuiltinFunctionType)
+
+
+def is_config(value: Any) -> bool:
+    """Tell whether a value is a configuration, of which a forward may read attributes."""
+    is_known = isinstance(value, (PreTrainedConfig, SimpleNamespace)) or dataclasses.is_dataclass(value)
+    return is_known and not isinstance(value, (nn.Module, type))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN)
+
+
+def _frozen(value: Any) -> Any:
+    """Return a setting as what can be compared: of a partial function what it was made of."""
+    if type(value) is not functools.partial:
+        return value
+    return value.func, value.args, *sorted(value.keywords.items())
+
+
+def _is_same(found: Any, value: Any) -> bool:
+    """Tell whether a member is still a setting. A tensor is not compared: the host would wait for it."""
+    found = _frozen(found)
+    if type(found) is not type(value):
+        return False
+    if type(value) is tuple:
+        return len(found) == len(value) and all(map(_is_same, found, value))
+    return found == value
+
+
+def _present(module: nn.Module) -> frozenset[str]:
+    places = module._parameters, module._modules, module._buffers
+    return frozenset(name for place in places for name, value in place.items() if value is not None)
 
 
 @functools.cache
 def names_read(cls: type[nn.Module], _: Any) -> frozenset[str]:
     """Return the names in the methods of a class with this forward, and in strings that may be names."""
     bases = [base for base in cls.__mro__ if base not in (nn.Module, object)]
-    codes = [code for base in bases for code in codes_in(base)]
+    codes = [code for base in bases for code in codes_in(base) if code.co_name != "__init__"]  # which no forward calls
     strings = {constant for code in codes for constant in code.co_consts if isinstance(constant, str)}
     names = {name for code in codes for name in code.co_names} | set(filter(str.isidentifier, strings))
     return frozenset(names - {"forward"})  # under which ours is bound
 
 
-def is_projection(child: Any) -> bool:
-    """Tell whether a child multiplies with a weight, whatever its class does beside that: it is called as it is."""
+def is_opaque(child: Any) -> bool:
+    """Tell whether a child is called as it is: a projection, a dropout, or what has parameters of its own."""
+    drops = isinstance(child, nn.Dropout) and child.p > 0
+    return drops or is_linear(child) or next(child.parameters(), None) is not None or any(child.buffers())
+
+
+def is_linear(child: Any) -> bool:
+    """Tell whether a child has the sizes of torch's linear layers, and with them what these do to each token."""
     return hasattr(child, "in_features") and hasattr(child, "out_features")
 
 

@@ -1,91 +1,32 @@
-"""Norms that are found by running them: their layer, their eps and their weight."""
+"""Norms that are found by running them: their layer, their eps, and which parameter is weight and bias."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import product
-from typing import Any
+from itertools import permutations, product
 
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.matching.module_settings import codes_in, names_read
-from kernels_ext_npu.matching.watched_runs import MAGNITUDES, are_same, check_sizes, is_close, takes_one_tensor
-from kernels_ext_npu.matching.watched_runs import run as run_forward
+from kernels_ext_npu.matching.computed import Computed
+from kernels_ext_npu.matching.module_settings import names_read, numbers
+from kernels_ext_npu.matching.norm_formulas import KINDS, Kind, Rounding, Terms
+from kernels_ext_npu.matching.watched_runs import (
+    CLAMPS,
+    MAGNITUDES,
+    ROUNDINGS,
+    NotRecognisedError,
+    Watched,
+    are_same,
+    attempt,
+    check_sizes,
+    is_close,
+    run,
+    taken_shapes,
+    takes,
+)
 
-_CAST = "_to_copy"
-_MEANS = {"mean", "sum", "norm", "vector_norm", "rms_norm"}
-
-
-def find_norm(module: nn.Module) -> tuple[str, tuple[tuple[str, Any], ...]] | None:
-    """Return the layer of a norm, its eps and the name of its weight, if it has one."""
-    names = [name for name, parameter in module._parameters.items() if parameter is not None]
-    if len(names) > 1 or not takes_one_tensor(module):
-        return None
-    if not names and _MEANS.isdisjoint(names_read(type(module), type(module).forward)):  # type: ignore[arg-type]
-        return None  # a module without numbers of its own may be there for what else it does, and is not run for a try
-    weight = module._parameters[names[0]] if names else None
-    if weight is not None and (weight.dim() != 1 or not weight.is_floating_point()):
-        return None
-    sizes = [value for value in vars(module).values() if type(value) is int and 1 < value <= 1 << 16]
-    width = weight.shape[0] if weight is not None else next(iter(sizes), 64)
-
-    def run(x: Tensor, weight: Tensor | None, training: bool = False, called: set[str] | None = None) -> Tensor:
-        parameters = dict.fromkeys(module._parameters) | ({names[0]: weight} if names else {})
-        return run_forward(module, {"_parameters": parameters, "training": training}, x, called)
-
-    w = torch.randn(width, dtype=torch.float64) if names else None
-    x = torch.randn(2, 3, width, dtype=torch.float64)
-    for kind in ("",) if w is None else ("weight", "1 + weight"):
-        scale = _SCALES[kind](w)
-        eps = _eps(module, [(x * s, run(x * s, w) / scale) for s in (1e-3, 1e-6)])
-        if eps is None:
-            continue
-        probes = [x * s for s in (1e-3, *MAGNITUDES)] + [x[:1, :1], x[0], x[None]]
-        for probe, training, with_grad in product(probes, (False, True), (False, True)):
-            arguments = [each.clone().requires_grad_(with_grad) for each in (probe, *(() if w is None else (w,)))]
-            with torch.set_grad_enabled(with_grad):
-                found = run(arguments[0], None if w is None else arguments[1], training)
-                normed = arguments[0] * torch.rsqrt(arguments[0].square().mean(-1, keepdim=True) + eps)
-                if not are_same(found, normed * _SCALES[kind](arguments[-1]), arguments):
-                    return None
-        check_sizes(lambda given: run(given, None if w is None else w.float()), width)
-        called: set[str] = set()
-        run(x.bfloat16(), None if w is None else w.bfloat16(), called=called)
-        for layer, formula in _NORMS[kind]:
-            # one that computes in 16 bits throughout is further from its own formula than the kernel
-            is_never_cast = layer == "RMSNorm" and _CAST not in called
-            if is_never_cast or all(_rounds_alike(run, formula, width, *dtypes, eps) for dtypes in _DTYPES):
-                return layer, (("variance_epsilon", eps), *(("weight", name) for name in names))
-    return None
-
-
-def _n32(x: Tensor, eps: float) -> Tensor:
-    x = x.float()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-
-
-def _t5(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    normed = x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
-    return w * (normed if w.dtype is torch.float32 else normed.to(w.dtype))
-
-
-# how the weight enters
-_SCALES: dict[str, Callable[[Any], Any]] = {"": lambda _: 1.0, "weight": lambda w: w, "1 + weight": lambda w: 1 + w}
-_Formula = Callable[[Tensor, Any, float], Tensor]
-# the same -> formulas, with the layer that computes each
-_NORMS: dict[str, list[tuple[str, _Formula]]] = {
-    "weight": [
-        ("RMSNorm", lambda x, w, eps: w * _n32(x, eps).to(x.dtype)),
-        ("RMSNormCastLast", lambda x, w, eps: (w.float() * _n32(x, eps)).to(x.dtype)),
-        ("T5LayerNorm", _t5),
-    ],
-    "1 + weight": [
-        ("RMSNormZeroCentered", lambda x, w, eps: ((1 + w.float()) * _n32(x, eps)).to(x.dtype)),
-        ("RMSNormZeroCentered", lambda x, w, eps: ((1 + w).float() * _n32(x, eps)).to(x.dtype)),
-    ],
-    "": [("RMSNormWeightless", lambda x, w, eps: _n32(x, eps).to(x.dtype))],
-}
+_MEANS = {"mean", "sum", "norm", "vector_norm", "rms_norm", "var", "var_mean", "std", "layer_norm", "einsum"}
+_IN_ONE_OPERATOR = {"native_layer_norm"}  # torch's layer norm has a kernel of its own
 _DTYPES = [
     (torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.float32),
@@ -94,28 +35,145 @@ _DTYPES = [
 ]
 
 
-def _rounds_alike(run: Callable, formula: _Formula, width: int, x_dtype: Any, w_dtype: Any, eps: float) -> bool:
-    """Tell whether a forward gives the dtype and the bits of a formula: sums in another order change few of them."""
-    x, w = torch.randn(64, width).to(x_dtype), torch.randn(width).to(w_dtype)
-    found, expected = run(x, w), formula(x, w, eps)
-    if found.dtype is not expected.dtype:
-        return False
-    if found.dtype is torch.float32:
-        return is_close(found, expected)
-    return bool((found != expected).float().mean() < 0.01)
+def find_norm(module: nn.Module) -> Computed | None:
+    """Return the layer of a norm, its eps and the names of its parameters."""
+    own = {name: each for name, each in module._parameters.items() if each is not None}
+    shape = next((parameter.shape for parameter in own.values()), None)
+    if not own and _MEANS.isdisjoint(names_read(type(module), type(module).forward)):  # type: ignore[arg-type]
+        return None  # a module without numbers of its own may be there for what else it does, and is not run for a try
+    if any(p.dim() != 1 or p.shape != shape or not p.is_floating_point() for p in own.values()):
+        return None
+    held = [value[-1] if isinstance(value, tuple) and value else value for value in vars(module).values()]
+    lengths = [value for value in held if type(value) is int and 1 < value <= 1 << 16]
+    width = shape[0] if shape is not None else next(iter(lengths), 64)
+    groups = {n for length in lengths for n in (length, width // length) if n and width % n == 0 and n < width}
+    for is_gated in (True, False):
+        if takes(module, 1 + is_gated):
+            for names, kind in product(permutations(own), KINDS.get((len(own), is_gated), ())):
+                for size in (None, *(groups if kind.has_groups else ())):
+                    if (found := attempt(_Norm(module, kind, names, width, size, is_gated).find)) is not None:
+                        return found
+    return None
 
 
-def _eps(module: nn.Module, results: Iterable[tuple[Tensor, Tensor]]) -> float | None:
-    """Return the eps of a norm: solved for from what it gives of small numbers, and then read where it is written."""
-    candidates: set[float] | None = None
-    numbers = {value for value in vars(module).values() if isinstance(value, float)}
-    numbers |= {0.0, torch.finfo(torch.float32).eps}
-    numbers |= {number for code in codes_in(type(module)) for number in code.co_consts if isinstance(number, float)}
-    for x, normed in results:
-        mean, factor = x.square().mean(-1, keepdim=True), normed / x
-        if not is_close(factor, factor[..., :1].expand_as(factor), 1e-4):  # another mean, or not the last dimension
+class _Norm:
+    """A module that may be a norm of a kind."""
+
+    def __init__(
+        self, module: nn.Module, kind: Kind, names: tuple[str, ...], width: int, size: int | None, is_gated: bool
+    ) -> None:
+        self.module, self.kind, self.names, self.width = module, kind, names, width
+        self.size, self.is_gated = size, is_gated
+        self.watch, self.eps = Watched(CLAMPS), 0.0
+
+    def run(self, terms: Terms, training: bool = False) -> Tensor:
+        parameters = dict.fromkeys(self.module._parameters) | dict(zip(self.names, terms[2:4]))
+        arguments = (terms.x, terms.gate) if self.is_gated else (terms.x,)
+        return run(self.module, *arguments, parameters=parameters, training=training, watch=self.watch)
+
+    def draw(self, *tokens: int, magnitude: float = 1.0) -> Terms:
+        x, gate, *affine = (torch.randn(*tokens, self.width, dtype=torch.float64) for _ in range(4))
+        weight, bias = (each.flatten()[: self.width] for each in affine)
+        count = len(self.names)
+        weights = weight if count else None, bias if count > 1 else None
+        return Terms(magnitude * x, gate if self.is_gated else None, *weights, self.size)
+
+    def find(self) -> Computed | None:
+        first, *shapes = taken_shapes(lambda *tokens: self.run(self.draw(*tokens)))
+        eps = self._solve_eps(first)
+        if eps is None:
             return None
-        solved = (factor[..., :1].pow(-2) - mean).mean()
-        near = {n for n in numbers if abs(n - solved) <= 1e-4 * (n + mean.max())}
-        candidates = near if candidates is None else candidates & near
-    return min(candidates) if candidates else None
+        self.eps = eps
+        probes = [self.draw(*first, magnitude=each) for each in (1e-3, *MAGNITUDES)]
+        probes += [self.draw(*tokens) for tokens in (*shapes, [1 for _ in first])]
+        for probe, training, with_grad in product(probes, (False, True), (False, True)):
+            terms = probe.map(lambda each, _, needs_grad=with_grad: each.clone().requires_grad_(needs_grad))  # type: ignore[misc]
+            with torch.set_grad_enabled(with_grad):
+                if not are_same(self.run(terms, training), self.kind.exact(terms, eps), terms.tensors):
+                    return None
+        if self.is_gated and not self._norms_without_gate(probes[-1]._replace(gate=None)):
+            return None
+        sizes = *(5, 7, 11)[: len(first)], self.width
+        wide = _cast(probes[1], torch.float32, torch.float32)
+        check_sizes(lambda given: self.run(wide._replace(x=given, gate=given if self.is_gated else None)), *sizes)
+        if not CLAMPS.isdisjoint(self.watch.called) or set(self.watch.called) <= _IN_ONE_OPERATOR:
+            return None
+        terms = [_cast(self.draw(*first[:-1], 32), *dtypes) for dtypes in _DTYPES]
+        given = [each for each in terms if self._is_taken(each)]
+        alike = [each for each in given if len({t.dtype for t in each.tensors}) == 1]
+        for several, judge, rounding in product(
+            (given, alike), (self._rounds_alike, self._rounds_more), self.kind.roundings
+        ):
+            if several and all(judge(rounding, each) for each in several):
+                return self._computed(rounding, len(several) < len(given))
+        return None
+
+    def _computed(self, rounding: Rounding, wants_one_dtype: bool) -> Computed:
+        sizes = () if self.size is None else (("group_size", self.size),)
+        return Computed(
+            rounding.layer,
+            parameters=tuple(zip(("weight", "bias"), (*self.names, None, None))),
+            numbers=(("variance_epsilon", self.eps), *self.kind.numbers, *sizes),
+            casts_back=rounding.casts_back,
+            wants_one_dtype=wants_one_dtype,
+            returned=self.watch.returned,
+        )
+
+    def _solve_eps(self, tokens: tuple[int, ...]) -> float | None:
+        """Return the eps: solved for from what it gives of small numbers, and then read where it is written."""
+        candidates: set[float] | None = None
+        known = {0.0, torch.finfo(torch.float32).eps, *numbers(self.module, float)}
+        for magnitude in (1e-3, 1e-6):
+            terms = self.draw(*tokens, magnitude=magnitude)
+            terms = terms._replace(bias=None if terms.bias is None else torch.zeros_like(terms.bias))
+            inner = self.kind.inner(terms)
+            expected, found = self.kind.scale(terms) * inner, self.run(terms)
+            if self.size is not None:
+                expected, found, inner = (each.unflatten(-1, (-1, self.size)) for each in (expected, found, inner))
+            factor = (expected * found).sum(-1, keepdim=True) / expected.square().sum(-1, keepdim=True)
+            if not is_close(found, factor * expected, 1e-4):  # another mean, or not the last dimension
+                return None
+            mean = inner.square().mean(-1, keepdim=True)
+            solved = float((factor.pow(-2) - mean).mean())
+            near = {n for n in {*known, max(0.0, float(f"{solved:.3g}"))} if abs(n - solved) <= 1e-4 * (n + mean.max())}
+            candidates = near if candidates is None else candidates & near
+        return min(candidates) if candidates else None
+
+    def _norms_without_gate(self, terms: Terms) -> bool:
+        """Tell whether it refuses to do without a gate, or norms then."""
+        try:
+            found = self.run(terms)
+        except NotRecognisedError:
+            return False
+        except Exception:
+            return True
+        return is_close(found, self.kind.exact(terms, self.eps))
+
+    def _is_taken(self, terms: Terms) -> bool:
+        """Tell whether torch takes what it computes in some dtypes: layer norms want one for all."""
+        try:
+            self.run(terms)
+        except RuntimeError:
+            return False
+        return True
+
+    def _rounds_alike(self, rounding: Rounding, terms: Terms) -> bool:
+        """Tell whether it gives the dtype and the bits that a layer gives: sums in another order change few of them."""
+        found, expected = self.run(terms), self.kind.rounded(rounding, terms, self.eps)
+        if found.dtype is torch.float32 or found.dtype is not expected.dtype:
+            return found.dtype is expected.dtype and is_close(found, expected)
+        return bool((found != expected).float().mean() < 0.01)
+
+    def _rounds_more(self, rounding: Rounding, terms: Terms) -> bool:
+        """Tell whether it gives the dtype of a layer, and is no nearer to the truth, as it rounds more often."""
+        found, expected = self.run(terms), self.kind.rounded(rounding, terms, self.eps)
+        if found.dtype is not expected.dtype:
+            return False
+        truth = self.kind.exact(_cast(terms, torch.float64, torch.float64), self.eps)
+        ulp = max(torch.finfo(each.dtype).eps for each in terms.tensors)
+        theirs, ours = ((each.double() - truth).norm() for each in (found, expected))
+        return is_close(found, truth, ROUNDINGS * ulp) and bool(ours <= theirs + ulp / 2 * truth.norm())
+
+
+def _cast(terms: Terms, dtype: torch.dtype, weight_dtype: torch.dtype) -> Terms:
+    return terms.map(lambda each, name: each.to(dtype if name in ("x", "gate") else weight_dtype))

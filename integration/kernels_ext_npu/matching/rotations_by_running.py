@@ -184,8 +184,10 @@ def _run(function: Callable, form: Form, values: Sequence[Any], called: set[str]
     """Return what a function makes of what it rotates; raise if it does anything but arithmetic."""
     tensors = [*values[: form.rotated], *form.tables(values)]
     versions = [tensor._version for tensor in tensors]
-    with Watched(called, _OPERATORS | _PRODUCTS):
+    with Watched(_OPERATORS | _PRODUCTS) as watched:
         result = function(*values)
+    if called is not None:
+        called.update(watched.called)
     if [tensor._version for tensor in tensors] != versions:
         raise NotRecognisedError("it writes to its arguments")
     results = [result] if form.rotated == 1 else list(result)

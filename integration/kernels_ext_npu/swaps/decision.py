@@ -28,7 +28,7 @@ from kernels_ext_npu.transformers_internals import original_function
 if TYPE_CHECKING:
     from kernels import Mode
 
-    from kernels_ext_npu.matching.by_running import Recognised
+    from kernels_ext_npu.matching.computed import Recognised
     from kernels_ext_npu.matching.function_scan import CalledFunction
     from kernels_ext_npu.matching.rotations_by_running import Rotation
 

@@ -1,4 +1,4 @@
-"""Norms and gated MLPs of other people's code, which are found by running them (matching/by_running.py).
+"""Norms, gated MLPs and activations of other people's code, which are found by running them (matching/by_running.py).
 
 Such a module gets a forward that hands the layer what plays its roles, whatever the names. Where a setting has changed
 since, the forward of its class computes.
@@ -13,32 +13,35 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.loaded_kernels import forward_owner, set_forward
 from kernels_ext_npu.binding.step_aside import guarded_forward
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS
+from kernels_ext_npu.matching import module_settings
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 
 if TYPE_CHECKING:
-    from kernels_ext_npu.matching.by_running import Recognised
-    from kernels_ext_npu.matching.module_settings import Settings
+    from kernels_ext_npu.matching.computed import Recognised, Steps
 
 _OWNER = "recognised"
+_IDENTITY = nn.Identity()
 _WHAT = "_kernels_recognised"  # attribute of a forward of ours: what the module was recognised as
 
 
 def find(view: View) -> Iterator[Decision]:
-    """Decide of every module that is a norm or a gated MLP by what it computes."""
+    """Decide of every module that is a norm, a gated MLP or an activation by what it computes."""
     for path, module in view.named:
         if (what := view.recognised.get(module)) is not None:
             before = getattr(vars(module).get("forward"), _WHAT, None)  # a method has what its function has
-            present = before and before.layer
-            kind = KIND_OF_LAYER[what.layer].in_models
+            present = before and before.computed.layer
+            layer = what.computed.layer
+            kind = KIND_OF_LAYER[layer].in_models
             make = functools.partial(_make_forward, what, type(module).forward)
-            yield Decision(path, module, what.layer, _refusal(module, what, before), present, kind=kind, make=make)
+            yield Decision(path, module, layer, _refusal(module, what, before), present, kind=kind, make=make)
 
 
 def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
@@ -72,13 +75,13 @@ def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
 
 def _gate_and_up(module: nn.Module, what: Recognised) -> tuple[Any, Any] | None:
     """Return the projections of a gated MLP whose weights are laid side by side; None if there are no two."""
-    roles = dict(what.roles)
+    roles: dict[str, Any] = dict(what.computed.projections)
     return (module._modules[roles["gate_proj"]], module._modules[roles["up_proj"]]) if "gate_proj" in roles else None
 
 
 def _refusal(module: nn.Module, what: Recognised, before: Recognised | None) -> str | None:
     """Return why the layer does not take the place of a module's forward; None if it may."""
-    reason = refusals.elsewhere(module) or refusals.unwanted(module, LAYERS[what.layer])
+    reason = refusals.elsewhere(module) or refusals.unwanted(module, LAYERS[what.computed.layer])
     if reason is not None:
         return reason
     if "forward" in vars(module) and forward_owner(module) is None:
@@ -97,52 +100,81 @@ def _are_unwatched(module: nn.Module, what: Recognised) -> bool:
     return True
 
 
-def _has(module: Any, settings: Settings) -> bool:
-    """Tell whether a module has these settings."""
-    if type(module) is not settings.cls or settings.cls.forward is not settings.forward:
-        return False
-    members, children = vars(module), module._modules
-    for name, value in settings.members:
-        found = members[name] if name in members else getattr(settings.cls, name, None)
-        if type(found) is not type(value) or found != value:  # a tensor is not compared: the host would wait for it
-            return False
-    return settings.absent.isdisjoint(members) and all(
-        _has(children.get(name), inner) for name, inner in settings.children
-    )
-
-
 def _make_forward(what: Recognised, matched: FunctionType) -> FunctionType:
-    return _forward_with(registration.package(LAYERS[what.layer]), what, matched)
+    return _forward_with(registration.package(LAYERS[what.computed.layer]), what, matched)
 
 
 @functools.cache
 def _forward_with(package: ModuleType, what: Recognised, matched: FunctionType) -> FunctionType:
     """Return the forward that computes by a layer what a module was recognised as."""
-    layer, roles = getattr(package.layers, what.layer).forward, dict(what.roles)
-    eps = roles.pop("variance_epsilon", None)
+    computed = what.computed
+    layer = getattr(package.layers, computed.layer).forward
 
     def holds(module: nn.Module) -> bool:
-        return not torch.compiler.is_compiling() and _has(module, what.settings) and _are_unwatched(module, what)
+        is_settled = not torch.compiler.is_compiling() and module_settings.has_settings(module, what.settings)
+        return is_settled and _are_unwatched(module, what)
 
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        return layer(_Roles(self, roles, eps), x)
+    def compute(module: nn.Module, x: Tensor, *others: Tensor | None) -> Any:
+        roles = _Roles(module, what, matched)
+        if computed.wants_one_dtype and any(
+            p is not None and p.dtype is not x.dtype for p in roles._parameters.values()
+        ):
+            return matched(module, x, *others)
+        y = layer(roles, _call(module, computed.ahead, x), *others)
+        y = _call(module, computed.behind, y.to(x.dtype) if computed.casts_back else y)
+        return y if computed.returned is None else tuple(y if each is ... else each for each in computed.returned)
 
-    forward.__qualname__ = f"{_OWNER}.{forward.__name__}"
-    made = guarded_forward(forward, matched, holds)  # type: ignore[arg-type]
-    setattr(made, _WHAT, what)
-    return made
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        return compute(self, x)
+
+    def gated_forward(self: nn.Module, x: Tensor, gate: Tensor | None = None) -> Any:
+        return compute(self, x, gate)
+
+    made = gated_forward if "Gated" in computed.layer else forward
+    made.__qualname__ = f"{_OWNER}.{made.__name__}"
+    guarded = guarded_forward(made, matched, holds)  # type: ignore[arg-type]
+    setattr(guarded, _WHAT, what)
+    return guarded
+
+
+def _call(module: nn.Module, steps: Steps, x: Tensor) -> Tensor:
+    """Call children one after the other; a number is the rate of a dropout."""
+    for step in steps:
+        x = F.dropout(x, step, module.training) if isinstance(step, float) else module._modules[step](x)  # type: ignore[misc]
+    return x
 
 
 class _Roles:
     """The members that a layer reads, by the names that it has for them."""
 
-    def __init__(self, module: nn.Module, roles: dict[str, str], eps: float | None) -> None:
-        self.training = module.training
-        if eps is None:
-            self._modules = {role: module._modules[name] for role, name in roles.items()}
-        else:
-            self._parameters = {role: module._parameters[name] for role, name in roles.items()}
-            self.weight, self.variance_epsilon = self._parameters.get("weight"), eps
+    def __init__(self, module: nn.Module, what: Recognised, matched: FunctionType) -> None:
+        computed = what.computed
+        self.module, self.matched, self.training = module, matched, module.training
+        self._parameters = {role: module._parameters.get(name) for role, name in computed.parameters}  # type: ignore[arg-type]
+        self._modules: dict[str, Any] = {
+            role: _IDENTITY if name is None else module._modules[name] for role, name in computed.projections
+        }
+        if computed.activation is not None:
+            self._modules["act_fn"] = computed.activation
+        if computed.between is not None:
+            role, steps = computed.between
+            self._modules[role] = self._between(steps)
+        vars(self).update(self._parameters, **self._modules, **dict(computed.numbers))
+
+    def _between(self, steps: Steps) -> Any:
+        if len(steps) > 1:
+            return functools.partial(_call, self.module, steps)
+        (step,) = steps
+        return _dropout(step, self.training) if isinstance(step, float) else self.module._modules[step]
+
+    def forward(self, *arguments: Tensor) -> Tensor:
+        """Compute what the layer leaves to the module."""
+        return self.matched(self.module, *arguments)
+
+
+@functools.cache
+def _dropout(p: float, training: bool) -> nn.Module:
+    return nn.Dropout(p).train(training)
 
 
 FINDER = Finder("recognised", find, put, remarks=remarks)

@@ -1,6 +1,8 @@
 """Norms and gated MLPs of other people's code are served because of what they compute, in whatever words."""
 
 import copy
+import inspect
+import warnings
 
 import peft
 import pytest
@@ -9,60 +11,61 @@ from torch import nn
 
 import kernels_ext_npu
 import softnpu
-from tests.integration.matching.other_peoples_code import (
-    INNER,
-    LIKE_MLPS,
-    LIKE_NORMS,
-    MLPS,
-    NORMS,
-    WIDTH,
-    ByModule,
-    Helped,
-    MetaMLP,
-    MetaNorm,
+from tests.integration.matching.blocks import OPERATORS, Block, launched, said
+from tests.integration.matching.lookalike_mlps import LIKE_MLPS
+from tests.integration.matching.lookalike_norms import LIKE_NORMS
+from tests.integration.matching.other_peoples_layer_norms import (
+    ACTIVATIONS,
+    GATED_NORMS,
+    LAYER_NORMS,
+    GateFirst,
+    OfHeads,
+    SwishBehind,
 )
-from tests.support.served import rows
+from tests.integration.matching.other_peoples_longer_mlps import (
+    LONGER_MLPS,
+    DroppedInside,
+    Dropping,
+    DroppingInTheEnd,
+    Viewed,
+)
+from tests.integration.matching.other_peoples_mlps import INNER, PLAIN_MLPS, Helped, MetaMLP
+from tests.integration.matching.other_peoples_norms import (
+    RMS_NORMS,
+    WIDTH,
+    MetaNorm,
+    ResidualNorm,
+)
 
-SERVED = NORMS | MLPS
-OPERATORS = ("npu_rms_norm", "npu_gemma_rms_norm", "npu_swiglu", "npu_geglu")
-
-
-class Block(nn.Module):
-    """Holds a module somewhere in a model."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.part = part
-        self.register_buffer("place", torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.part(x)
-
-
-def launched(call) -> int:
-    softnpu.reset_counters()
-    call()
-    return sum(softnpu.counters().get(name, 0) for name in OPERATORS)
-
-
-def said(model: nn.Module) -> list[tuple[str | None, bool]]:
-    return [(row.kernel, row.swapped) for row in rows(model) if row.path == "part"]
+SERVED = RMS_NORMS | LAYER_NORMS | GATED_NORMS | ACTIVATIONS | PLAIN_MLPS | LONGER_MLPS
+TORCH_OPERATORS = {
+    **dict.fromkeys(("LayerNorm", "LayerNormFloat32"), "native_layer_norm"),
+    **dict.fromkeys(("NewGELU", "FastGELU"), "gelu"),
+}
 
 
 @pytest.fixture(params=SERVED, ids=lambda cls: cls.__name__)
 def served(request, registered) -> tuple[Block, Block]:
-    """A block with kernels on the NPU, and its plain twin on the CPU."""
+    """A block with kernels on the NPU, and its plain twin on the CPU, which drop nothing out."""
     torch.manual_seed(0)
-    plain = Block(request.param())
+    plain = Block(request.param()).eval()
     return kernels_ext_npu.kernelize(copy.deepcopy(plain).to("npu")), plain
+
+
+def given(plain: Block, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Arguments of a module: those of a gated norm are two."""
+    shape = (2, 5, 1, WIDTH) if isinstance(plain.part, OfHeads) else (2, 5, WIDTH)
+    return [torch.randn(shape).to(dtype) for _ in range(1 + (type(plain.part) in GATED_NORMS))]
 
 
 def test_it_is_served_by_the_layer_that_computes_the_same(served) -> None:
     model, plain = served
-    x = torch.randn(2, 5, WIDTH)
+    x = given(plain)
     assert said(model) == [(SERVED[type(plain.part)], True)]
-    assert launched(lambda: model(x.npu())) == 1
-    torch.testing.assert_close(model(x.npu()).cpu(), plain(x), rtol=1e-5, atol=1e-5)  # sums of float32 in another order
+    operators = TORCH_OPERATORS.get(SERVED[type(plain.part)])
+    assert launched(lambda: model(*(each.npu() for each in x)), (operators,) if operators else OPERATORS) == 1
+    # sums of float32 in another order
+    torch.testing.assert_close(model(*(each.npu() for each in x)).cpu(), plain(*x), rtol=1e-5, atol=1e-5)
 
 
 def products(call) -> int:
@@ -81,11 +84,12 @@ def test_gate_and_up_are_one_product(registered) -> None:
 
 def test_its_gradients_are_those_of_its_own_forward(served) -> None:
     model, plain = served
-    x = torch.randn(2, 5, WIDTH)
-    ours, theirs = x.npu().requires_grad_(), x.clone().requires_grad_()
-    model(ours).square().sum().backward()
-    plain(theirs).square().sum().backward()
-    torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-4)  # of sums of a hundred squares
+    theirs = [each.requires_grad_() for each in given(plain)]
+    ours = [each.detach().npu().requires_grad_() for each in theirs]
+    model(*ours).square().sum().backward()
+    plain(*theirs).square().sum().backward()
+    for mine, other in zip(ours, theirs):  # of sums of a hundred squares
+        torch.testing.assert_close(mine.grad.cpu(), other.grad, rtol=1e-4, atol=1e-4)
     for mine, other in zip(model.parameters(), plain.parameters()):
         torch.testing.assert_close(mine.grad.cpu(), other.grad, rtol=1e-4, atol=1e-4)
 
@@ -93,10 +97,12 @@ def test_its_gradients_are_those_of_its_own_forward(served) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_in_16_bits_it_is_as_near_to_float64_as_its_own_forward(served, dtype) -> None:
     model, plain = served
-    x = torch.randn(2, 5, WIDTH).to(dtype)
+    x = given(plain, dtype)
     model, rounded = model.to(dtype), copy.deepcopy(plain).to(dtype)
-    truth = copy.deepcopy(rounded).double()(x.double())
-    ours, theirs = (result.double() - truth for result in (model(x.npu()).cpu(), rounded(x)))
+    truth = copy.deepcopy(rounded).double()(*(each.double() for each in x))
+    results = model(*(each.npu() for each in x)).cpu(), rounded(*x)
+    assert results[0].dtype is results[1].dtype
+    ours, theirs = (result.double() - truth for result in results)
     # kernels round once, at the end: by half a unit at most
     assert ours.norm() <= theirs.norm() + torch.finfo(dtype).eps / 2 * truth.norm()
 
@@ -106,66 +112,6 @@ def test_what_only_looks_like_one_is_left_alone(registered, cls: type[nn.Module]
     model = kernels_ext_npu.kernelize(Block(cls()).to("npu"))
     assert all(not swapped for _, swapped in said(model))
     assert "forward" not in vars(model.part)
-
-
-def test_another_setting_is_looked_at_again(registered) -> None:
-    model = kernels_ext_npu.kernelize(Block(MetaNorm()).to("npu"))
-    x = 1e-3 * torch.randn(2, 5, WIDTH, device="npu")
-    model.part.epsilon = 0.5
-    assert launched(lambda: model(x)) == 0
-    expected = MetaNorm.forward(model.part, x)
-    torch.testing.assert_close(model(x), expected)
-    (row,) = [row for row in rows(model) if row.path == "part"]
-    assert not row.swapped
-    assert "its settings are others now; kernelize(model)" in row.reason
-    kernels_ext_npu.kernelize(model)
-    assert launched(lambda: model(x)) == 1
-    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("owner", ["module", "class"])
-def test_what_stands_on_the_class_is_a_setting_too(registered, owner: str) -> None:
-    class Norm(MetaNorm):
-        has_offset = False
-
-        def forward(self, x):
-            gain = 1 + self.gain if self.has_offset else self.gain
-            return self._norm(x.float()).type_as(x) * gain
-
-    model = kernels_ext_npu.kernelize(Block(Norm()).to("npu"))
-    x = torch.randn(2, 5, WIDTH, device="npu")
-    assert launched(lambda: model(x)) == 1
-    (model.part if owner == "module" else Norm).has_offset = True
-    assert launched(lambda: model(x)) == 0
-    torch.testing.assert_close(model(x), Norm.forward(model.part, x))
-
-
-def test_what_a_forward_looks_for_and_is_put_there_later_is_seen(registered) -> None:
-    class Norm(MetaNorm):
-        def forward(self, x):
-            return self._norm(x.float()).type_as(x) * self.gain * getattr(self, "factor", 1.0)
-
-    model = kernels_ext_npu.kernelize(Block(Norm()).to("npu"))
-    x = torch.randn(2, 5, WIDTH, device="npu")
-    model.part.note = "nobody reads this"
-    assert launched(lambda: model(x)) == 1
-    model.part.factor = 2.0
-    torch.testing.assert_close(model(x), Norm.forward(model.part, x))
-
-
-class GELU(nn.GELU):
-    """A class of one's own, with torch's forward."""
-
-
-@pytest.mark.parametrize("gelu", [nn.GELU, GELU])
-def test_an_activation_of_one_class_and_other_settings_is_another_one(registered, gelu) -> None:
-    exact, by_tanh = (Block(ByModule(gelu(approximate=name))) for name in ("none", "tanh"))
-    models = [kernels_ext_npu.kernelize(block.to("npu")) for block in (exact, by_tanh)]
-    assert [said(model)[0][0] for model in models] == ["ExactGeGLUMLP", "GeGLUMLP"]
-    x = 3 * torch.randn(2, 5, WIDTH, device="npu")
-    exact.part.activation.approximate = "tanh"
-    torch.testing.assert_close(exact(x), ByModule.forward(exact.part, x))
-    assert launched(lambda: exact(x)) == 0
 
 
 def test_adapters_that_are_put_on_it_later_are_computed(registered) -> None:
@@ -179,16 +125,6 @@ def test_adapters_that_are_put_on_it_later_are_computed(registered) -> None:
     torch.testing.assert_close(adapted(x), plain(x), rtol=1e-5, atol=1e-4)  # of sums of some hundred numbers
     kernels_ext_npu.kernelize(adapted)
     torch.testing.assert_close(adapted(x), plain(x), rtol=1e-5, atol=1e-4)
-
-
-def test_who_watches_the_activation_sees_it(registered) -> None:
-    model = kernels_ext_npu.kernelize(Block(ByModule()).to("npu"))
-    seen = []
-    model.part.activation.register_forward_hook(lambda *args: seen.append(args))
-    model(torch.randn(2, 5, WIDTH, device="npu"))
-    assert len(seen) == 1
-    (row,) = [row for row in rows(model) if row.path == "part"]
-    assert "hooks watch its activation" in row.reason
 
 
 def test_it_is_taken_out_and_a_copy_keeps_it(registered) -> None:
@@ -244,8 +180,35 @@ def test_a_model_is_reported_once_kernels_are_unregistered(registered) -> None:
     assert said(model) == [("SwiGLUMLP", False)]
 
 
-def test_a_setting_that_becomes_a_tensor_is_left_to_the_class(registered) -> None:
-    model = kernels_ext_npu.kernelize(Block(MetaNorm()).to("npu"))
+@pytest.mark.parametrize("cls", [DroppedInside, Dropping, Viewed, DroppingInTheEnd])
+def test_dropouts_draw_what_they_draw_in_the_forward_of_the_class(registered, cls: type[nn.Module]) -> None:
+    model = kernels_ext_npu.kernelize(Block(cls()).to("npu")).train()
+    plain = kernels_ext_npu.restore(copy.deepcopy(model))
     x = torch.randn(2, 5, WIDTH, device="npu")
-    model.part.epsilon = torch.full((WIDTH,), 0.5, device="npu")
-    torch.testing.assert_close(model(x), MetaNorm.forward(model.part, x))
+    results = []
+    for each in (model, plain):
+        torch.manual_seed(0)
+        results.append(each(x))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(model(x), model(x))
+
+
+def test_what_is_given_beside_a_tensor_is_left_to_the_class(registered) -> None:
+    model = kernels_ext_npu.kernelize(ResidualNorm().to("npu"))
+    x, residual = torch.randn(2, 2, 5, WIDTH, device="npu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert launched(lambda: model(x)) == launched(lambda: model(x=x)) == 1
+        for call in (lambda: model(x, residual), lambda: model(x, residual=residual)):
+            assert launched(call) == 0
+            torch.testing.assert_close(call(), ResidualNorm.forward(model, x, residual))
+
+
+@pytest.mark.parametrize("cls", [SwishBehind, GateFirst])
+def test_a_gated_norm_does_without_a_gate_what_its_class_does(registered, cls: type[nn.Module]) -> None:
+    x, z = torch.randn(2, 2, 5, WIDTH, device="npu")
+    model = kernels_ext_npu.kernelize(cls().to("npu"))
+    assert launched(lambda: model(x)) == 1
+    torch.testing.assert_close(model(x), cls.forward(model, x), rtol=1e-5, atol=1e-5)
+    name = list(inspect.signature(cls.forward).parameters)[2]
+    torch.testing.assert_close(model(x, **{name: z}), cls.forward(model, x, z), rtol=1e-5, atol=1e-5)

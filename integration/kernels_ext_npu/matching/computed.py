@@ -1,0 +1,34 @@
+"""What a module was found to compute: a layer, and what the layer reads, under the names that the layer has for it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from kernels_ext_npu.matching.module_settings import Settings
+
+Steps = tuple["str | float", ...]  # children that are called one after the other; a number is the rate of a dropout
+
+
+class Computed(NamedTuple):
+    """What a module computes, in the terms of the layer that computes the same."""
+
+    layer: str
+    parameters: tuple[tuple[str, str | None], ...] = ()  # what the layer reads -> the name of that in the module
+    projections: tuple[tuple[str, str | None], ...] = ()  # the same; without a name it is what it gets
+    activation: nn.Module | None = None  # of layers that ask for it
+    numbers: tuple[tuple[str, Any], ...] = ()  # what the layer reads -> its value
+    ahead: Steps = ()  # what is called before the layer
+    between: tuple[str, Steps] | None = None  # what the layer calls, and the name that it has for it
+    behind: Steps = ()
+    casts_back: bool = False  # to the dtype of the first argument
+    wants_one_dtype: bool = False  # for arguments and parameters: in several the layer would round in another way
+    returned: tuple[Any, ...] | None = None  # of what is returned, where the tensor is not all of it
+
+
+class Recognised(NamedTuple):
+    """What a module computes, and for which settings that holds."""
+
+    computed: Computed
+    settings: Settings

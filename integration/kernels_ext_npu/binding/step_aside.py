@@ -1,9 +1,9 @@
 """Forwards of kernels that fall back to the forward of the module's class.
 
 They do where the class has another forward by now, or the module another class, both of which a bound forward hides;
-where a member that decides what is computed was changed; and for arguments that the layer does not take, such as a list
-or a tensor of another shape, with a warning unless the class refuses them too. A RuntimeError, as a device raises it,
-goes to the caller.
+where a member that decides what is computed was changed; for more arguments than the layer has; and for arguments that
+the layer does not take, such as a list or a tensor of another shape, with a warning unless the class refuses them too.
+A RuntimeError, as a device raises it, goes to the caller.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ def guarded_forward(
     parameters = list(inspect.signature(forward).parameters.values())
     if any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):
         return marked(forward, class_name(forward))  # a function's layer: its module has no class of transformers
+    most = len(parameters) - 1  # arguments beside the module
     names = {theirs: ours.name for theirs, ours in zip(inspect.signature(matched).parameters, parameters)}
 
     @functools.wraps(forward)
     def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        is_more = len(args) >= len(parameters) or (kwargs and not kwargs.keys() <= names.keys())
+        is_more = len(args) > most or (kwargs and not kwargs.keys() <= names.keys())
         is_other = type(self).forward is not matched or is_more
         if is_other or (holds is not None and not holds(self)):
             return class_forward(self, guarded, matched)(self, *args, **kwargs)

@@ -78,3 +78,13 @@ def test_what_transformers_spells_in_a_new_way_needs_no_pattern(registered, monk
         monkeypatch.setattr(each, "__module__", "transformers.models.new.modeling_new")
     model = kernels_ext_npu.kernelize(Block(cls()).to("npu"))
     assert said(model) == [(layer, True)]
+
+
+def test_a_plain_model_is_compiled_as_its_classes_compute(registered, plain) -> None:
+    arguments = [each.npu() for each in MODELS[type(plain)][0]()]
+    model = kernels_ext_npu.kernelize(copy.deepcopy(plain).to("npu"))
+    compiled = torch.compile(model, backend="eager")
+    # two blocks of sums of float32 in another order
+    torch.testing.assert_close(
+        compiled(*arguments).cpu(), plain(*(each.cpu() for each in arguments)), rtol=1e-4, atol=1e-4
+    )

@@ -250,7 +250,7 @@ FAULTS = (
     ),
     _more("CrossEntropy", "linear_jsd.py", "its gradient for a weight", "torch.cat(d_logits)", "x = {}"),
     _more("Linear", "projections.py", "a linear layer", "F.linear(x, weight, bias)", "y = {}\n"),
-    _more("Linear", "projections.py", "the gradient of an input", "grads[0] @ weights[0]", "total = {}"),
+    _more("Linear", "projections.py", "the gradient of an input", "grad @ weight\n", "d_x = {}"),
     _more("Linear", "adapters.py", "what an adapter adds", "torch.mm(left, right))\n", "total.add_({}"),
     _more("Linear", "lora.py", "the gradient of its first factor", "scaled_product(d_small.t(), ", "d_a = {}"),
     _more("Linear", "split_bf16.py", "a product that casts nothing large", "torch.sum(parts, 1, ", "return {}"),
@@ -263,7 +263,7 @@ FAULTS = (
         "    kept, mask = torch.native_dropout(x, p, True)\n    return 1.01 * kept, mask\n",
     ),
     _more("Linear", "dropout.py", "its gradient", "torch.ops.aten.native_dropout_backward(", "return {}"),
-    _more("Linear", "paired_lora.py", "what a pair gives its input", "d_y @ joined(", "d_x = {}"),
+    _more("Linear", "paired_lora.py", "what a pair gives its input", "input_gradient(", "d_x = {}"),
     _more(
         "Linear", "paired_lora.py", "the gradient of its first factors", "d_low_rank.t(), ", "d_a = scaled_product({}"
     ),

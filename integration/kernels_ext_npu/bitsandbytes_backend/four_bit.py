@@ -36,8 +36,13 @@ def dequantize_4bit(
     A: Tensor, absmax: Tensor, blocksize: int, quant_type: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """Return ``code * scale`` for each value, computed in float32 and rounded once."""
+    return scaled_values(A, absmax, blocksize, quant_type, shape).to(dtype)
+
+
+def scaled_values(A: Tensor, absmax: Tensor, blocksize: int, quant_type: str, shape: Sequence[int]) -> Tensor:
+    """Return what :func:`dequantize_4bit` rounds."""
     values = lookup(code_pairs(quant_type, A), A.view(torch.uint8)).view(-1)[: prod(shape)]
-    return scale_blocks(values, absmax, blocksize).to(dtype).view(*shape)
+    return scale_blocks(values, absmax, blocksize).view(*shape)
 
 
 def dequantize_4bit_out(
@@ -50,7 +55,7 @@ def dequantize_4bit_out(
     out: Tensor,
 ) -> None:
     """Write what :func:`dequantize_4bit` returns."""
-    out.copy_(dequantize_4bit(A, absmax, blocksize, quant_type, shape, torch.float32))
+    out.copy_(scaled_values(A, absmax, blocksize, quant_type, shape))
 
 
 def gemv_4bit(A: Tensor, B: Tensor, shapeB: Sequence[int], absmax: Tensor, code: Tensor, blocksize: int) -> Tensor:

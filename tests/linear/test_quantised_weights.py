@@ -95,8 +95,10 @@ def test_results_and_gradients_are_those_of_the_matrix(
     call = partial(run, kernel)
     found = step(call, x, [each.given for each in made], given)
     assert {each.times for each in made} == {2}  # in the forward, and in the backward
-    wide = [adapter._replace(a=adapter.a.detach().float().requires_grad_(), b=adapter.b.detach().float().requires_grad_())
-            for adapter in given]  # fmt: skip
+    wide = [
+        adapter._replace(**{side: getattr(adapter, side).detach().float().requires_grad_() for side in "ab"})
+        for adapter in given
+    ]
     exact = step(call, x.float(), [each.matrix.float() for each in made], wide)
     half = torch.bfloat16 in (of_x, of_weight, of_adapters)
     for one_found, one_exact in zip(found, exact):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._common.second_order import differentiable_once
 from .adapters import add_product, as_operand, scaled_product
-from .projections import Weight, as_stored, flatten_tokens, formats, from_stored, input_gradient, linear
+from .projections import Weight, as_stored, flatten_tokens, formats, from_stored, linear, linear_input_gradient
 
 
 class LoraLinear(torch.autograd.Function):
@@ -40,7 +40,7 @@ class LoraLinear(torch.autograd.Function):
         tensors, low_rank = tensors[: 3 * len(ctx.scales)], tensors[3 * len(ctx.scales) :]
         _, needs_x, _, needs_bias, *needs = ctx.needs_input_grad
         d_y = flatten_tokens(grad)
-        d_x = input_gradient(d_y, weight) if needs_x else None
+        d_x = linear_input_gradient(d_y, weight) if needs_x else None
         gradients: list[Tensor | None] = []
         for place, (scale, small) in enumerate(zip(ctx.scales, low_rank)):
             own, a, b = tensors[3 * place : 3 * place + 3]

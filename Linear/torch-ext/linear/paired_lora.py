@@ -20,8 +20,8 @@ from .projections import (
     flatten_tokens,
     formats,
     from_stored,
-    input_gradient,
     linear,
+    linear_input_gradient,
 )
 
 
@@ -60,7 +60,7 @@ class PairedLoraLinear(torch.autograd.Function):
             d_a = scaled_product(d_low_rank.t(), as_operand(flatten_tokens(x), block_diagonal.dtype)).split(ranks)
         d_x = None
         if needs_x:
-            d_x = input_gradient(d_y, _as_one(*weights))
+            d_x = linear_input_gradient(d_y, _as_one(*weights))
             add_product(d_x, d_low_rank, torch.cat(tuple(a)))
             d_x = d_x.view(x.shape)
         gradients: list[Tensor | None] = []

@@ -80,7 +80,7 @@ def flatten_tokens(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def input_gradient(grad: Tensor, weight: Weight) -> Tensor:
+def linear_input_gradient(grad: Tensor, weight: Weight) -> Tensor:
     """Compute ``grad @ weight`` in the dtype of the weight, and return it in that of the gradient."""
     dtype, grad, weight = grad.dtype, grad.to(weight.dtype), as_matrix(weight)
     d_x = grad @ weight
@@ -100,9 +100,9 @@ def shared_input_gradient(grads: Sequence[Tensor], weights: Sequence[Weight]) ->
     matrices = [weight for weight in weights if isinstance(weight, Tensor)]
     if len(matrices) == len(weights) > 1 and _is_less_to_join(grads, matrices):
         return torch.cat(tuple(grads), 1) @ torch.cat(tuple(matrices))
-    total = input_gradient(grads[0], weights[0])
+    total = linear_input_gradient(grads[0], weights[0])
     for grad, weight in zip(grads[1:], weights[1:]):
-        total.add_(input_gradient(grad, weight))
+        total.add_(linear_input_gradient(grad, weight))
     return total
 
 

@@ -14,7 +14,7 @@ import torch
 
 GROUP = "bitsandbytes.backends"
 # bitsandbytes' formulas for the CPU, which compute on any device and call the operators above
-_OF_ANY_DEVICE = {
+_DEVICE_GENERIC = {
     "optimizer_update_32bit": "_optimizer_update_32bit_cpu",
     "optimizer_update_8bit_blockwise": "_optimizer_update_8bit_blockwise_cpu",
 }
@@ -33,7 +33,7 @@ def register() -> None:
     for name, kernel in _kernels().items():
         if _exists(name):
             register_kernel(f"bitsandbytes::{name}", "npu")(kernel)
-    for name, function in _OF_ANY_DEVICE.items():
+    for name, function in _DEVICE_GENERIC.items():
         if _exists(name) and hasattr(any_device, function):
             register_kernel(f"bitsandbytes::{name}", "npu")(getattr(any_device, function))
 

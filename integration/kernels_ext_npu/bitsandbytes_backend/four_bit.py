@@ -62,7 +62,7 @@ def gemv_4bit(A: Tensor, B: Tensor, shapeB: Sequence[int], absmax: Tensor, code:
     """Multiply with a weight in four bits; its codes are a tensor of the device, which is not read for their name."""
     pairs = torch.stack([code.float().repeat_interleave(16), code.float().repeat(16)], 1)
     values = lookup(pairs, B.view(torch.uint8)).view(-1)[: prod(shapeB)]
-    return F.linear(A, scale_blocks(values, absmax, blocksize).to(A.dtype).view(*shapeB))
+    return _linear(A, scale_blocks(values, absmax, blocksize).to(A.dtype).view(*shapeB), None)
 
 
 def gemv_4bit_out(
@@ -87,7 +87,14 @@ def gemm_4bit(
     """Multiply with a weight in four bits, whose scales may be in eight bits by blocks of 256, less an offset."""
     if absmax_8bit is not None and absmax_code is not None and absmax_offset is not None:
         absmax = dequantize_blockwise(absmax_8bit, absmax, absmax_code, 256, torch.float32) + absmax_offset
-    return F.linear(A, dequantize_4bit(B, absmax, blocksize, quant_type, shapeB, A.dtype), bias)
+    return _linear(A, dequantize_4bit(B, absmax, blocksize, quant_type, shapeB, A.dtype), bias)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute a linear layer below autograd, where nothing takes ``torch.nn.functional.linear`` apart."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def quantize_blockwise(A: Tensor, code: Tensor, blocksize: int) -> tuple[Tensor, Tensor]:

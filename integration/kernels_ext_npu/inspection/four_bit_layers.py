@@ -46,7 +46,9 @@ def _in_four_bits(layer: nn.Linear) -> nn.Module:
     with _disable_current_modes():  # a fake tensor takes no class of bitsandbytes
         made = bitsandbytes.nn.Linear4bit(layer.in_features, layer.out_features, False, weight.dtype, device="meta")
     packed: Any = nn.Parameter(_empty(weight, (weight.numel() + 1) // 2, 1, dtype=torch.uint8), requires_grad=False)
-    nested = state(_empty(weight, -(-blocks // _NESTED_BLOCK)), code=_empty(weight, 256), blocksize=_NESTED_BLOCK)
+    nested = state(
+        _empty(weight, -(-blocks // _NESTED_BLOCK)), None, _empty(weight, 256), _NESTED_BLOCK, dtype=torch.float32
+    )
     scales = _empty(weight, blocks, dtype=torch.uint8)
     made.quant_state = state(
         scales, weight.shape, _empty(weight, 16), _BLOCK, "nf4", weight.dtype, _empty(weight), nested

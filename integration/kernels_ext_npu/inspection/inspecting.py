@@ -19,7 +19,7 @@ from kernels_ext_npu.inspection import remarks as remark
 from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.inspection.counting.dispatch import Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues, UnknownValueError
-from kernels_ext_npu.inspection.counting.memory import weight_bytes
+from kernels_ext_npu.inspection.counting.memory import parameter_count, weight_bytes
 from kernels_ext_npu.inspection.counting.phases import DECODING, GROWING, count
 from kernels_ext_npu.inspection.four_bit_layers import quantise
 from kernels_ext_npu.inspection.mesh import ONE, Mesh, distributed
@@ -133,7 +133,7 @@ def inspect(
             model = _build(subject, dtype, values, soc)
             adapted = quantise(model) if nf4 else ""
             adapted += adapt(model, lora) if lora else ""
-        size = sum(p.numel() for p in model.parameters())
+        size = parameter_count(model)
         with distributed(model, mesh) as axes, fake:
             inputs, described = make_inputs(model, batch, clamp(model, tokens, remarks), values, mesh.cp)
             described += adapted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
@@ -75,6 +76,12 @@ def weight_bytes(module: nn.Module) -> int:
     parameters = list(module.parameters())
     held = [*parameters, *(tensor for parameter in parameters for tensor in _scales(parameter))]
     return sum(local(tensor).numel() * tensor.element_size() for tensor in held)
+
+
+def parameter_count(module: nn.Module) -> int:
+    """Return the number of parameters; one in four bits has as many as the weight that is made of it."""
+    states = [(parameter, getattr(parameter, "quant_state", None)) for parameter in module.parameters()]
+    return sum(parameter.numel() if state is None else prod(state.shape) for parameter, state in states)
 
 
 def _scales(parameter: Tensor) -> list[Tensor]:

@@ -144,6 +144,11 @@ def test_kinds_of_adapters_are_those_of_the_cpu(quantised: Callable[[str], Path]
     model, original = (adapted(quantised("nf4, nested"), device, **options) for device in ("npu", "cpu"))
     (reason,) = refusals(model)
     assert reason == ("its adapter default is of another kind: DoraLinearVariant" if "use_dora" in options else None)
+    mlps = {row.reason for row in kernels_ext_npu.report(model) if row.class_name == "Qwen3MLP"}
+    both = {"gate_proj", "up_proj"} <= set(options.get("target_modules", PROJECTIONS))
+    why = "two products, since a projection is a bitsandbytes.nn.modules.Linear4bit"
+    assert ("gate and up are made into one weight by each product" in mlps) is both
+    assert (why in mlps) is not both
     assert_same_step(model, original)
 
 

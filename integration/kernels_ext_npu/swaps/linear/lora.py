@@ -241,7 +241,7 @@ def _current_layer(module: Any, is_sharded: bool = False) -> _Layer | str:
     modules, members = module._modules, vars(module)
     base = modules["base_layer"]
     is_quantised = quantised_layers.is_quantised(base)
-    reason = quantised_layers.why_not_made(base) if is_quantised else why_not_plain(base, is_sharded)
+    reason = (quantised_layers.why_not_made if is_quantised else why_not_plain)(base, is_sharded)
     if reason is not None:
         return f"of the layer that it adapts: {reason}"
     if members["merged_adapters"] or members["_disable_adapters"]:

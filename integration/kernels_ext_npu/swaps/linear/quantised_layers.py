@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from kernels_ext_npu.binding.loaded_kernels import forward_owner
 from kernels_ext_npu.bitsandbytes_backend import four_bit, registration
@@ -31,8 +32,13 @@ def is_quantised(layer: nn.Module) -> bool:
     return _is_in_four_bits(layer) or type(layer) is getattr(sys.modules.get(_LIBRARY), "Linear8bitLt", None)
 
 
-def why_not_made(layer: Any) -> Reason | None:
-    """Return why a kernel cannot make the weight of a quantised layer; None if it can."""
+def why_not_made(layer: Any, is_sharded: bool = False) -> Reason | None:
+    """Return why a kernel cannot make the weight of a quantised layer; None if it can.
+
+    Args:
+        layer: one of bitsandbytes'.
+        is_sharded: whether a DTensor will do, which FSDP2 makes plain while the model is called.
+    """
     if not registration.is_registered():
         return Reason("operators", "bitsandbytes has no operators for the NPU: it was imported before torch_npu")
     if type(layer).__call__ is not TORCH_CALL or type(layer).forward.__module__ != _LIBRARY:
@@ -41,8 +47,11 @@ def why_not_made(layer: Any) -> Reason | None:
         return Reason("wrapped", "another library has wrapped its forward")
     if has_hooks(layer):
         return Reason("hooks", "hooks watch its calls")
-    if layer._parameters.get("weight") is None:
+    parameter = layer._parameters.get("weight")
+    if parameter is None or hasattr(parameter, "_fsdp_flattened"):
         return Reason("flattened", "its weight is a part of another tensor, as under FSDP1")
+    if isinstance(parameter, DTensor) and not is_sharded:
+        return Reason("sharded", "its weight is sharded, and nobody has gathered it")
     if _is_in_four_bits(layer):
         state = _state(layer)
         if state is None:

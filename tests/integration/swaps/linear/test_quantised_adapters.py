@@ -37,7 +37,8 @@ def configuration(bits: str) -> BitsAndBytesConfig:
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True,
-        bnb_4bit_quant_type=bits.removesuffix(", nested"),
+        bnb_4bit_quant_type=bits[:3],
+        bnb_4bit_quant_storage=torch.bfloat16 if bits.endswith("as bfloat16") else torch.uint8,
         bnb_4bit_use_double_quant=bits.endswith("nested"),
         bnb_4bit_compute_dtype=torch.float32,
     )
@@ -114,7 +115,7 @@ def refusals(model: nn.Module) -> set[str | None]:
         ("nf4, nested", None),
         ("nf4, nested", False),
         ("nf4, nested", True),
-        ("nf4", None),
+        ("nf4 as bfloat16", None),
         ("fp4", None),
         ("int8", False),
     ],

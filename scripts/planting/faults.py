@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VARIANT = "torch-npu"  # what is taken where torch is that of the tests
+ROOMS = Path("integration") / "kernels_ext_npu"
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Fault:
     """A fault in a file of a repository.
 
     Attributes:
-        repository: the repository.
+        repository: the repository of a kernel, or the room of the integration.
         file: the name of the file in it, in whatever folder.
         what: what becomes too large.
         before: a text that is in the file.
@@ -36,7 +37,9 @@ class Fault:
         return f"{self.repository}/{self.file}: {self.what}"
 
     def paths(self, root: Path) -> list[Path]:
-        """Return where the file is in a tree: in what is built, which a clone links to its source."""
+        """Return where the file is in a tree: of a kernel in what is built, which a clone links to its source."""
+        if (room := root / ROOMS / self.repository).is_dir():
+            return list(room.glob(f"**/{self.file}"))
         return list(root.glob(f"{self.repository}/build/{VARIANT}/**/{self.file}"))
 
     def plant(self, root: Path) -> None:
@@ -250,7 +253,7 @@ FAULTS = (
     ),
     _more("CrossEntropy", "linear_jsd.py", "its gradient for a weight", "torch.cat(d_logits)", "x = {}"),
     _more("Linear", "projections.py", "a linear layer", "F.linear(x, weight, bias)", "y = {}\n"),
-    _more("Linear", "projections.py", "the gradient of an input", "grads[0] @ weights[0]", "total = {}"),
+    _more("Linear", "projections.py", "the gradient of an input", "grad @ weight\n", "d_x = {}"),
     _more("Linear", "adapters.py", "what an adapter adds", "torch.mm(left, right))\n", "total.add_({}"),
     _more("Linear", "lora.py", "the gradient of its first factor", "scaled_product(d_small.t(), ", "d_a = {}"),
     _more("Linear", "split_bf16.py", "a product that casts nothing large", "torch.sum(parts, 1, ", "return {}"),
@@ -263,7 +266,7 @@ FAULTS = (
         "    kept, mask = torch.native_dropout(x, p, True)\n    return 1.01 * kept, mask\n",
     ),
     _more("Linear", "dropout.py", "its gradient", "torch.ops.aten.native_dropout_backward(", "return {}"),
-    _more("Linear", "paired_lora.py", "what a pair gives its input", "d_y @ joined(", "d_x = {}"),
+    _more("Linear", "paired_lora.py", "what a pair gives its input", "linear_input_gradient(", "d_x = {}"),
     _more(
         "Linear", "paired_lora.py", "the gradient of its first factors", "d_low_rank.t(), ", "d_a = scaled_product({}"
     ),
@@ -297,4 +300,8 @@ FAULTS = (
     _more("Activation", "functional.py", "its gradient", "torch.ops.npu.npu_fast_gelu_backward("),
     _more("Activation", "functional.py", "GELU", 'F.gelu(x, approximate="tanh")'),
     _steeper("Activation", "functional.py", "the gradient of GELU", 4, 'F.gelu(x, approximate="tanh")'),
+    _more("bitsandbytes_backend", "codes.py", "one of the values of four bits", "codes.repeat(16)], 1)", "16), {}"),
+    _more("bitsandbytes_backend", "codes.py", "the scales of blocks", "scales[:whole].view(-1, 1)", ".mul_({}"),
+    _more("bitsandbytes_backend", "codes.py", "the largest of a block", "blocks.abs().amax(-1)", "largest = {}"),
+    _more("bitsandbytes_backend", "int8.py", "a product in int8", "row_stats.float().view(-1)", "{} / 127\n"),
 )

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from planting.faults import Fault
+from planting.faults import ROOMS, Fault
 
 # of all repositories: every function and every layer
 COMMON = (
@@ -48,8 +48,11 @@ class Copy:
                 path.write_bytes(content)
 
     def _first_failure(self, fault: Fault) -> str | None:
-        (package,) = (path.name for path in (self.folder / fault.repository / "torch-ext").iterdir())
-        tests = [f"tests/{package}", *COMMON]
+        if (self.folder / ROOMS / fault.repository).is_dir():
+            tests = [f"tests/integration/{fault.repository}"]
+        else:
+            (package,) = (path.name for path in (self.folder / fault.repository / "torch-ext").iterdir())
+            tests = [f"tests/{package}", *COMMON]
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"]
         run = subprocess.run([*command, "-m", "not long", *tests], cwd=self.folder, capture_output=True, text=True)
         if run.returncode in _PASSED:

@@ -26,7 +26,14 @@ PRINTED = {
 # which have a test of their own: the notebook in tests/scripts/test_docs.py, and what takes several devices in
 # tests/distributed/test_split_sequences.py
 ARGUMENTS = {"long_context.py": ["--tokens", "128"]}
-OTHERS = {"kernel_function.py", "quick_start.ipynb", "split_sequences.py", "trl_grpo.py", "vision_language.py"}
+OTHERS = {
+    "kernel_function.py",
+    "qlora.py",
+    "quick_start.ipynb",
+    "split_sequences.py",
+    "trl_grpo.py",
+    "vision_language.py",
+}
 TRAINED = """
 import json, pathlib, kernels_ext_npu, softnpu
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -79,6 +86,19 @@ def test_grpo_trains_through_the_kernels(tmp_path: Path, run_forked: Callable) -
     assert swapped == [True]
     assert all(counters[f"{operator}_backward"] for operator in FUSED)
     assert (tmp_path / "output/model.safetensors").exists()
+
+
+def test_adapters_are_trained_on_four_bits_through_the_kernels(tmp_path: Path, run_forked: Callable) -> None:
+    """That losses are those of the CPU is in tests/integration/swaps/linear/test_quantised_adapters.py."""
+    (tmp_path / "script.py").write_text((EXAMPLES / "qlora.py").read_text() + TRAINED)
+    printed = run_forked(None, "-m", "softnpu", "script.py", "--tiny", directory=tmp_path).stdout
+    losses, swapped, counters = json.loads((tmp_path / "evidence.json").read_text())
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert swapped == [True]
+    assert all(counters[f"{operator}_backward"] for operator in FUSED)
+    assert "→ lora_linear: one node" in printed
+    assert (tmp_path / "adapters/adapter_model.safetensors").exists()
 
 
 def test_the_kernels_as_functions_agree_with_float64_and_have_gradients(run_forked: Callable) -> None:

@@ -4,5 +4,6 @@ from . import layers
 from .adapters import Adapter
 from .functional import lora_linear, lora_linears, lora_pair
 from .patch_convolution import patch_embedding
+from .projections import QuantizedWeight
 
-__all__ = ["Adapter", "layers", "lora_linear", "lora_linears", "lora_pair", "patch_embedding"]
+__all__ = ["Adapter", "QuantizedWeight", "layers", "lora_linear", "lora_linears", "lora_pair", "patch_embedding"]

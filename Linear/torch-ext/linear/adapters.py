@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ._common import split_bf16
+from .projections import QuantizedWeight, Weight, as_matrix
 
 
 class Adapter(NamedTuple):
@@ -35,9 +36,12 @@ class Adapter(NamedTuple):
     p: float = 0.0
 
 
-def lora_reference(x: Tensor, weight: Tensor, bias: Tensor | None, *adapters: Adapter) -> Tensor:
+def lora_reference(x: Tensor, weight: Weight, bias: Tensor | None, *adapters: Adapter) -> Tensor:
     """Compute a linear layer with adapters by operators of torch, as peft does."""
-    y = F.linear(x, weight, bias)
+    if isinstance(weight, QuantizedWeight):
+        y = F.linear(x.to(weight.dtype), as_matrix(weight), bias).to(x.dtype)
+    else:
+        y = F.linear(x, weight, bias)
     dtype = y.dtype
     for adapter in adapters:
         own = adapter_input(adapter, x)

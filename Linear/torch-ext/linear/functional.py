@@ -16,11 +16,12 @@ from .lora import LoraLinear, lora_forward
 from .multi_lora import MultiLoraLinear, multi_lora_forward
 from .multi_lora_dropout import MultiLoraDropout, multi_lora_dropout_forward
 from .paired_lora import PairedLoraLinear, paired_lora_forward
+from .projections import QuantizedWeight, Weight, as_stored
 
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequence[Adapter]) -> Tensor:
+def lora_linear(x: Tensor, weight: Weight, bias: Tensor | None, adapters: Sequence[Adapter]) -> Tensor:
     """Compute ``x @ weightᵀ + bias + Σ scale * x_i @ aᵀ @ bᵀ``, a frozen linear layer with adapters of low rank.
 
     On the NPU it is one node of autograd, which applies the scale of an adapter to what its first factor gives. An
@@ -31,13 +32,13 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequen
 
     Args:
         x: ``[..., H]``, of a floating dtype.
-        weight: ``[N, H]``, of the same dtype.
-        bias: ``[N]``, of the same dtype, or None.
+        weight: ``[N, H]``, of the same dtype; or a quantised one, of any of them.
+        bias: ``[N]``, of the dtype of the weight, or None.
         adapters: one or more, each with an input of its own, or that of the layer, of which it may drop elements. Masks
             are drawn in this order.
 
     Returns:
-        ``[..., N]``, of the dtype of ``x``, or of autocast.
+        ``[..., N]``, of the dtype of ``x``, or of autocast; beside a quantised weight always of that of ``x``.
 
     Raises:
         TypeError: ``x`` is not floating point.
@@ -45,7 +46,8 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequen
     """
     if x.device.type == "npu" and torch.is_autocast_enabled("npu"):
         adapters = [_adapter_for_autocast(adapter, x) for adapter in adapters]
-        x, weight, bias = [_for_autocast(tensor) for tensor in (x, weight, bias)]  # type: ignore[assignment]
+        if isinstance(weight, Tensor):
+            x, weight, bias = [_for_autocast(tensor) for tensor in (x, weight, bias)]  # type: ignore[assignment]
     if not _is_fused(x, weight, adapters):
         if not x.is_floating_point():
             raise TypeError(f"lora_linear: x must be floating point, got {x.dtype}")
@@ -60,7 +62,7 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, adapters: Sequen
         return LoraLinear.apply(scales, x, weight, bias, *tensors)
 
 
-def lora_linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]) -> tuple[Tensor, ...]:
+def lora_linears(x: Tensor, layers: Sequence[tuple[Weight, Tensor | None, Adapter]]) -> tuple[Tensor, ...]:
     """Compute :func:`lora_linear` for several layers of one input, each with one adapter, as one node of autograd.
 
     The first products of the adapters are one, and so are most of what their gradients are made of. Where they drop
@@ -80,12 +82,15 @@ def lora_linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapte
         RuntimeError: what ``torch.nn.functional.linear`` says of tensors that do not fit.
     """
     if x.device.type == "npu" and torch.is_autocast_enabled("npu"):
-        layers = [(_for_autocast(w), _for_autocast(bias), _adapter_for_autocast(a, x)) for w, bias, a in layers]  # type: ignore[misc]
-        x = _for_autocast(x)  # type: ignore[assignment]
+        layers = [(weight, bias, _adapter_for_autocast(adapter, x)) for weight, bias, adapter in layers]
+        if all(isinstance(weight, Tensor) for weight, *_ in layers):
+            layers = [(_for_autocast(w), _for_autocast(bias), adapter) for w, bias, adapter in layers]  # type: ignore[misc, arg-type]
+            x = _for_autocast(x)  # type: ignore[assignment]
     adapters = [adapter for *_, adapter in layers]
     together = (
         len({(adapter.a.dtype, adapter.p > 0) for adapter in adapters}) == 1
         and all(adapter.x is None for adapter in adapters)
+        and len({weight.dtype for weight, *_ in layers}) == 1
         and all(_is_fused(x, weight, [adapter]) for weight, _, adapter in layers)
     )
     if not together:
@@ -100,7 +105,7 @@ def lora_linears(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapte
         return MultiLoraLinear.apply(scales, x, *tensors)
 
 
-def lora_pair(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]) -> Tensor | None:
+def lora_pair(x: Tensor, layers: Sequence[tuple[Weight, Tensor | None, Adapter]]) -> Tensor | None:
     """Compute what :func:`lora_linears` does of two layers, as one product and as one tensor.
 
     It moves less than that where both are multiplied with each other next, as gate and up of an MLP are by an operator
@@ -112,8 +117,9 @@ def lora_pair(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]
 
     Returns:
         ``[..., 2·N]``, the first layer first, of the dtype of ``x``, or of autocast. None, with nothing computed, where
-        that cannot be: the weights are no neighbours in memory, or the layers have biases, scales or dtypes that
-        differ, drop elements of their input, or have one of their own, a weight needs a gradient, or there is no row.
+        that cannot be: the weights are neither neighbours in memory nor both quantised, or the layers have biases,
+        scales or dtypes that differ, drop elements of their input, or have one of their own, a weight needs a gradient,
+        or there is no row.
     """
     (first, bias, one), (second, other_bias, other) = layers
     if x.device.type != "npu" or not (bias is other_bias is None and one.scale == other.scale):
@@ -122,14 +128,17 @@ def lora_pair(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]
         return None
     if not (first.shape == second.shape and first.dtype is second.dtype and first.device == second.device):
         return None
-    if is_distributed(first, second) or not are_neighbours(first, second):
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        if is_distributed(first, second) or not are_neighbours(first, second):
+            return None
+    elif isinstance(first, Tensor) or isinstance(second, Tensor):
         return None
     factors = [tensor for adapter in (one, other) for tensor in (adapter.a, adapter.b)]
     if torch.is_autocast_enabled("npu"):
         dtype = torch.get_autocast_dtype("npu")
         if first.dtype is not dtype:  # a weight that is cast is no neighbour any more
             return None
-        x, factors = x.to(dtype), [tensor.to(dtype) for tensor in factors]
+        x, factors = x.to(dtype) if isinstance(first, Tensor) else x, [tensor.to(dtype) for tensor in factors]
     a, b, c, d = factors
     if not (_is_fused(x, first, [Adapter(a, b, one.scale)]) and _is_fused(x, second, [Adapter(c, d, one.scale)])):
         return None
@@ -139,7 +148,7 @@ def lora_pair(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]
         return PairedLoraLinear.apply(one.scale, x, first, a, b, second, c, d)
 
 
-def _multi_lora_dropout(x: Tensor, layers: Sequence[tuple[Tensor, Tensor | None, Adapter]]) -> tuple[Tensor, ...]:
+def _multi_lora_dropout(x: Tensor, layers: Sequence[tuple[Weight, Tensor | None, Adapter]]) -> tuple[Tensor, ...]:
     """Compute layers whose adapters drop elements of their one input; what is kept of it is that input, and masks."""
     options = tuple([(adapter.scale, adapter.p) for *_, adapter in layers])
     tensors = [tensor for weight, bias, adapter in layers for tensor in (weight, bias, adapter.a, adapter.b)]
@@ -161,7 +170,7 @@ def _adapter_for_autocast(adapter: Adapter, x: Tensor) -> Adapter:
     return Adapter(_for_autocast(a), _for_autocast(b), scale, _for_autocast(own), p)  # type: ignore[arg-type]
 
 
-def _is_fused(x: Tensor, weight: Tensor, adapters: Sequence[Adapter]) -> bool:
+def _is_fused(x: Tensor, weight: Weight, adapters: Sequence[Adapter]) -> bool:
     """Tell whether a layer with adapters is computed on the NPU with nothing in the way of a node of ours."""
     if torch.compiler.is_compiling():
         return False
@@ -169,26 +178,26 @@ def _is_fused(x: Tensor, weight: Tensor, adapters: Sequence[Adapter]) -> bool:
     return (
         device.type == "npu"
         and x.device == device
-        and x.dtype is dtype
+        and (x.dtype is dtype or (x.dtype in _FUSED_DTYPES and isinstance(weight, QuantizedWeight)))
         and dtype in _FUSED_DTYPES
-        and weight.dim() == 2
+        and len(weight.shape) == 2
         and x.dim() > 0
         and x.shape[-1] == weight.shape[1]
         and x.numel() > 0
         and weight.shape[0] > 0
         and not (weight.requires_grad and torch.is_grad_enabled())
         and not is_transformed()
-        and not is_distributed(x, weight)
+        and not is_distributed(x, as_stored(weight))
         and all(_is_adapter_fused(adapter, x, weight) for adapter in adapters)
     )
 
 
-def _is_adapter_fused(adapter: Adapter, x: Tensor, weight: Tensor) -> bool:
+def _is_adapter_fused(adapter: Adapter, x: Tensor, weight: Weight) -> bool:
     a, b, _, own, p = adapter
     return (
         a.dtype is b.dtype
         and 0 <= p < 1
-        and a.dtype in (weight.dtype, torch.float32)
+        and a.dtype in (x.dtype, weight.dtype, torch.float32)
         and a.device == b.device == weight.device
         and a.dim() == b.dim() == 2
         and a.shape[1] == weight.shape[1]

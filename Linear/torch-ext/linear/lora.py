@@ -13,33 +13,34 @@ from torch import Tensor
 
 from ._common.second_order import differentiable_once
 from .adapters import add_product, as_operand, scaled_product
-from .projections import flatten_tokens, linear
+from .projections import Weight, as_stored, flatten_tokens, formats, from_stored, linear, linear_input_gradient
 
 
 class LoraLinear(torch.autograd.Function):
     """Computes ``x @ weightᵀ + bias + Σ scale * x_i @ aᵀ @ bᵀ``.
 
     ``apply(scales, x, weight, bias, *tensors)`` takes the scales of the adapters, ``[..., H]``, a frozen ``[N, H]``,
-    ``[N]`` or None, and for each adapter its own input or None, ``a`` and ``b``.
+    which may be quantised, ``[N]`` or None, and for each adapter its own input or None, ``a`` and ``b``.
     """
 
     @staticmethod
     def forward(
-        ctx, scales: tuple[float, ...], x: Tensor, weight: Tensor, bias: Tensor | None, *tensors: Tensor | None
+        ctx, scales: tuple[float, ...], x: Tensor, weight: Weight, bias: Tensor | None, *tensors: Tensor | None
     ) -> Tensor:
         y, low_rank = lora_forward(scales, x, weight, bias, *tensors)
-        ctx.scales, ctx.shape = scales, x.shape
-        ctx.save_for_backward(x if None in tensors[::3] else None, weight, *tensors, *low_rank)
+        ctx.scales, ctx.shape, ctx.formats = scales, x.shape, formats([weight])
+        ctx.save_for_backward(x if None in tensors[::3] else None, as_stored(weight), *tensors, *low_rank)
         return y
 
     @staticmethod
     @differentiable_once
     def backward(ctx, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *tensors = saved
+        x, stored, *tensors = saved
+        (weight,) = from_stored([stored], ctx.formats)
         tensors, low_rank = tensors[: 3 * len(ctx.scales)], tensors[3 * len(ctx.scales) :]
         _, needs_x, _, needs_bias, *needs = ctx.needs_input_grad
         d_y = flatten_tokens(grad)
-        d_x = d_y @ weight if needs_x else None
+        d_x = linear_input_gradient(d_y, weight) if needs_x else None
         gradients: list[Tensor | None] = []
         for place, (scale, small) in enumerate(zip(ctx.scales, low_rank)):
             own, a, b = tensors[3 * place : 3 * place + 3]
@@ -57,7 +58,7 @@ class LoraLinear(torch.autograd.Function):
 
 
 def lora_forward(
-    scales: tuple[float, ...], x: Tensor, weight: Tensor, bias: Tensor | None, *tensors: Tensor | None
+    scales: tuple[float, ...], x: Tensor, weight: Weight, bias: Tensor | None, *tensors: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
     """Compute what :class:`LoraLinear` does, and return the products with each ``a`` with it, scaled."""
     y, low_rank = linear(x, weight, bias), []

@@ -13,21 +13,23 @@ from torch import Tensor
 
 from ._common.second_order import differentiable_once
 from .adapters import add_product, as_operand, scaled_product
-from .projections import flatten_tokens, linear, shared_input_gradient
+from .projections import as_stored, flatten_tokens, formats, from_stored, linear, shared_input_gradient
 
 
 class MultiLoraLinear(torch.autograd.Function):
     """Computes ``x @ weightᵀ + bias + scale * x @ aᵀ @ bᵀ`` for several layers.
 
     ``apply(scales, x, *tensors)`` takes a scale for each layer, ``[..., H]``, and for each layer a frozen ``[N, H]``,
-    ``[N]`` or None, ``a`` ``[R, H]`` and ``b`` ``[N, R]``; all ``a`` and ``b`` are of one dtype.
+    ``[N]`` or None, ``a`` ``[R, H]`` and ``b`` ``[N, R]``; all ``a`` and ``b`` are of one dtype. Frozen
+    weights may be quantised.
     """
 
     @staticmethod
     def forward(ctx, scales: tuple[float, ...], x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         outputs, low_rank = multi_lora_forward(scales, x, *tensors)
-        ctx.scales = scales
-        ctx.save_for_backward(x, low_rank, *(tensor for place, tensor in enumerate(tensors) if place % 4 != 1))
+        ctx.scales, ctx.formats = scales, formats(tensors[::4])
+        kept = (tensor for place, tensor in enumerate(tensors) if place % 4 > 1)
+        ctx.save_for_backward(x, low_rank, *map(as_stored, tensors[::4]), *kept)
         ctx.set_materialize_grads(False)
         return outputs
 
@@ -35,7 +37,8 @@ class MultiLoraLinear(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, saved: tuple[Tensor, ...], *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, low_rank, *tensors = saved
-        weights, a, b = tensors[::3], tensors[1::3], tensors[2::3]
+        number = len(grads)
+        weights, a, b = from_stored(tensors[:number], ctx.formats), tensors[number::2], tensors[number + 1 :: 2]
         _, needs_x, *needs = ctx.needs_input_grad
         gradients: list[Tensor | None] = [None] * len(needs)
         used = [place for place, grad in enumerate(grads) if grad is not None]
@@ -75,9 +78,9 @@ def multi_lora_forward(
     if not is_one_scale:
         for small, scale in zip(low_rank.split(ranks), scales):
             small.mul_(scale)
-    outputs = []
+    outputs, given = [], x.to(weights[0].dtype)  # type: ignore[union-attr]
     for weight, bias, small, factor in zip(weights, biases, low_rank.split(ranks), b):
-        y = linear(x, weight, bias)  # type: ignore[arg-type]
+        y = linear(given, weight, bias, x.dtype)  # type: ignore[arg-type]
         add_product(flatten_tokens(y), small.t(), factor.t())  # type: ignore[union-attr]
         outputs.append(y)
     return tuple(outputs), low_rank

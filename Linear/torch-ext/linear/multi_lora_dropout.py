@@ -13,7 +13,7 @@ from torch import Tensor
 from ._common.second_order import differentiable_once
 from .adapters import add_product, as_operand, scaled_product
 from .dropout import apply_dropout_mask, dropout_with_mask
-from .projections import flatten_tokens, linear, shared_input_gradient
+from .projections import as_stored, flatten_tokens, formats, from_stored, linear, shared_input_gradient
 
 # for each layer the scale of its adapter, and with which probability that drops elements
 ScalesAndProbabilities = tuple[tuple[float, float], ...]
@@ -24,14 +24,15 @@ class MultiLoraDropout(torch.autograd.Function):
 
     ``apply(options, x, *tensors)`` takes a scale and a probability for each layer, ``[..., H]``, and for each layer a
     frozen ``[N, H]``, ``[N]`` or None, ``a`` ``[R, H]`` and ``b`` ``[N, R]``; all ``a`` and ``b`` are of one dtype.
-    Masks are drawn in the order of the layers.
+    Masks are drawn in the order of the layers. Frozen weights may be quantised.
     """
 
     @staticmethod
     def forward(ctx, options: ScalesAndProbabilities, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         outputs, low_rank, masks = multi_lora_dropout_forward(options, x, *tensors)
-        ctx.options = options
-        ctx.save_for_backward(x, *low_rank, *masks, *(tensor for place, tensor in enumerate(tensors) if place % 4 != 1))
+        ctx.options, ctx.formats = options, formats(tensors[::4])
+        kept = (tensor for place, tensor in enumerate(tensors) if place % 4 > 1)
+        ctx.save_for_backward(x, *low_rank, *masks, *map(as_stored, tensors[::4]), *kept)
         ctx.set_materialize_grads(False)
         return outputs
 
@@ -41,7 +42,7 @@ class MultiLoraDropout(torch.autograd.Function):
         number = len(grads)
         x, *tensors = saved
         low_rank, masks, tensors = tensors[:number], tensors[number : 2 * number], tensors[2 * number :]
-        weights, a, b = tensors[::3], tensors[1::3], tensors[2::3]
+        weights, a, b = from_stored(tensors[:number], ctx.formats), tensors[number::2], tensors[number + 1 :: 2]
         _, needs_x, *needs = ctx.needs_input_grad
         gradients: list[Tensor | None] = [None] * len(needs)
         used = [place for place, grad in enumerate(grads) if grad is not None]
@@ -77,8 +78,9 @@ def multi_lora_dropout_forward(
     weights, biases, a, b = (tensors[kind::4] for kind in range(4))
     wide = flatten_tokens(x).to(a[0].dtype)  # type: ignore[union-attr]
     outputs, low_rank, masks = [], [], []
+    given = x.to(weights[0].dtype)  # type: ignore[union-attr]
     for (scale, p), weight, bias, one, other in zip(options, weights, biases, a, b):
-        y = linear(x, weight, bias)  # type: ignore[arg-type]
+        y = linear(given, weight, bias, x.dtype)  # type: ignore[arg-type]
         dropped, mask = dropout_with_mask(wide, p)
         small = scaled_product(dropped, one.t(), scale)  # type: ignore[union-attr]
         del dropped

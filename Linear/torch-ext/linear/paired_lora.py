@@ -13,21 +13,31 @@ from torch import Tensor
 from ._common.adjacent_storage import joined, with_neighbour
 from ._common.second_order import differentiable_once
 from .adapters import add_product, as_operand, scaled_product
-from .projections import flatten_tokens, linear
+from .projections import (
+    QuantizedWeight,
+    Weight,
+    as_stored,
+    flatten_tokens,
+    formats,
+    from_stored,
+    linear,
+    linear_input_gradient,
+)
 
 
 class PairedLoraLinear(torch.autograd.Function):
     """Computes ``x @ weightᵀ + scale * x @ aᵀ @ bᵀ`` of two layers, the second behind the first: ``[..., 2·N]``.
 
     ``apply(scale, x, *tensors)`` takes ``[..., H]``, and for each layer a frozen weight ``[N, H]``, ``a`` ``[R, H]``
-    and ``b`` ``[N, R]``. The weights are neighbours; ranks may differ.
+    and ``b`` ``[N, R]``. The weights are neighbours, or both quantised; ranks may differ.
     """
 
     @staticmethod
     def forward(ctx, scale: float, x: Tensor, *tensors: Tensor) -> Tensor:
         y, low_rank, block_diagonal = paired_lora_forward(scale, x, *tensors)
-        ctx.scale = scale
-        ctx.save_for_backward(x, low_rank, block_diagonal, *tensors)
+        ctx.scale, ctx.formats = scale, formats(tensors[::3])
+        kept = (tensor for place, tensor in enumerate(tensors) if place % 3)
+        ctx.save_for_backward(x, low_rank, block_diagonal, *map(as_stored, tensors[::3]), *kept)
         return y
 
     @staticmethod
@@ -35,7 +45,7 @@ class PairedLoraLinear(torch.autograd.Function):
     def backward(ctx, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
         x, low_rank, block_diagonal, *tensors = saved
         _, needs_x, *needs = ctx.needs_input_grad
-        weights, a, b = tensors[::3], tensors[1::3], tensors[2::3]
+        weights, a, b = from_stored(tensors[:2], ctx.formats), tensors[2::2], tensors[3::2]
         needs_a, needs_b = needs[1::3], needs[2::3]
         ranks, size = [each.shape[0] for each in a], b[0].shape[0]
         d_y = flatten_tokens(grad)
@@ -50,7 +60,7 @@ class PairedLoraLinear(torch.autograd.Function):
             d_a = scaled_product(d_low_rank.t(), as_operand(flatten_tokens(x), block_diagonal.dtype)).split(ranks)
         d_x = None
         if needs_x:
-            d_x = d_y @ joined(*weights)
+            d_x = linear_input_gradient(d_y, _as_one(*weights))
             add_product(d_x, d_low_rank, torch.cat(tuple(a)))
             d_x = d_x.view(x.shape)
         gradients: list[Tensor | None] = []
@@ -67,10 +77,20 @@ def paired_lora_forward(scale: float, x: Tensor, *tensors: Tensor) -> tuple[Tens
     """
     weights, a, b = tensors[::3], tensors[1::3], tensors[2::3]
     block_diagonal = _block_diagonal(*b)
-    y = linear(x, with_neighbour(weights[0]), None)
+    y = linear(x, _as_one(*weights, are_neighbours=True), None)
     low_rank = scaled_product(as_operand(flatten_tokens(x), block_diagonal.dtype), torch.cat(tuple(a)).t(), scale)
     add_product(flatten_tokens(y), low_rank, block_diagonal.t())
     return y, low_rank, block_diagonal
+
+
+def _as_one(first: Weight, second: Weight, are_neighbours: bool = False) -> Weight:
+    """Return two weights as one, the first one first; quantised ones are made into one buffer."""
+    if isinstance(first, QuantizedWeight) and isinstance(second, QuantizedWeight):
+        both = torch.empty(2 * first.shape[0], first.shape[1], dtype=first.dtype, device=first.device)
+        for weight, half in zip((first, second), both.split(first.shape[0])):
+            weight.dequantize(weight.packed, half)
+        return both
+    return with_neighbour(first) if are_neighbours else joined(first, second)  # type: ignore[arg-type]
 
 
 def _block_diagonal(first: Tensor, second: Tensor) -> Tensor:

@@ -1,17 +1,77 @@
-"""The product that a linear layer is, and the gradient of its input; weights are frozen, and have none."""
+"""The product that a linear layer is, and the gradient of its input; weights are frozen, and have none.
+
+A weight may be quantised. Then a product makes it, in the forward and again in the backward, and nothing keeps what was
+made. It may be of another dtype than the input: that is cast to multiply, and what comes out is cast back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute ``x @ weightᵀ + bias``, as no view: autograd lets nobody write to a view that a node of ours gives."""
+class QuantizedWeight(NamedTuple):
+    """A frozen weight in few bits, which products make when they need it.
+
+    Attributes:
+        packed: what lies in memory, of any shape and dtype.
+        dequantize: takes ``packed`` and returns the weight ``[N, H]``; or writes it into a contiguous second argument.
+        shape: ``[N, H]``.
+        dtype: what ``dequantize`` makes, in which the layer multiplies.
+    """
+
+    packed: Tensor
+    dequantize: Callable[..., Tensor]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.packed.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained, which it never is."""
+        return False
+
+
+Weight = Tensor | QuantizedWeight
+
+
+def as_stored(weight: Weight) -> Tensor:
+    """Return the tensor that a node of autograd keeps for a weight."""
+    return weight.packed if isinstance(weight, QuantizedWeight) else weight
+
+
+def formats(weights: Sequence[Weight]) -> list[QuantizedWeight | None]:
+    """Return what a node keeps beside the tensors of some weights: how those are made that are quantised."""
+    return [weight if isinstance(weight, QuantizedWeight) else None for weight in weights]
+
+
+def from_stored(stored: Sequence[Tensor], kept: Sequence[QuantizedWeight | None]) -> list[Weight]:
+    """Return weights from what :func:`as_stored` and :func:`formats` gave of them."""
+    return [tensor if how is None else how._replace(packed=tensor) for tensor, how in zip(stored, kept)]
+
+
+def as_matrix(weight: Weight) -> Tensor:
+    """Return a weight as a matrix ``[N, H]``, which is made where it is quantised."""
+    return weight.dequantize(weight.packed) if isinstance(weight, QuantizedWeight) else weight
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Compute ``x @ weightᵀ + bias`` in the dtype of the weight, and return it in that of ``x``, or in another one.
+
+    It is no view: autograd lets nobody write to a view that a node of ours gives.
+    """
+    dtype, x, weight = dtype or x.dtype, x.to(weight.dtype), as_matrix(weight)
     y = F.linear(x, weight, bias)
+    if y.dtype is not dtype:
+        return y.to(dtype)
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 
@@ -20,21 +80,29 @@ def flatten_tokens(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def shared_input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def linear_input_gradient(grad: Tensor, weight: Weight) -> Tensor:
+    """Compute ``grad @ weight`` in the dtype of the weight, and return it in that of the gradient."""
+    dtype, grad, weight = grad.dtype, grad.to(weight.dtype), as_matrix(weight)
+    d_x = grad @ weight
+    return d_x.to(dtype)
+
+
+def shared_input_gradient(grads: Sequence[Tensor], weights: Sequence[Weight]) -> Tensor:
     """Compute ``Σ grad @ weight``, the gradient of an input that several layers share.
 
     Gradients and weights are laid side by side where that moves less than adding up one product for each: then it is
-    one product, which adds up in float32 and is rounded once.
+    one product, which adds up in float32 and is rounded once. Quantised weights are made one by one.
 
     Args:
         grads: ``[T, N]`` for each layer.
         weights: ``[N, H]`` each.
     """
-    if len(weights) > 1 and _is_less_to_join(grads, weights):
-        return torch.cat(tuple(grads), 1) @ torch.cat(tuple(weights))
-    total = grads[0] @ weights[0]
+    matrices = [weight for weight in weights if isinstance(weight, Tensor)]
+    if len(matrices) == len(weights) > 1 and _is_less_to_join(grads, matrices):
+        return torch.cat(tuple(grads), 1) @ torch.cat(tuple(matrices))
+    total = linear_input_gradient(grads[0], weights[0])
     for grad, weight in zip(grads[1:], weights[1:]):
-        total.add_(grad @ weight)
+        total.add_(linear_input_gradient(grad, weight))
     return total
 
 

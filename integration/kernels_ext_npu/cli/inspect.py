@@ -49,6 +49,9 @@ def inspect(
         int,
         typer.Option(min=0, help="The rank of adapters of all linear layers but the head, which alone are trained."),
     ] = 0,
+    nf4: Annotated[
+        bool, typer.Option("--nf4", help="Keep the weights under these adapters in four bits, as bitsandbytes does.")
+    ] = False,
     update: Annotated[
         bool, typer.Option("--update", help="Count a whole step by phases, too, with gradient clipping and AdamW.")
     ] = False,
@@ -94,6 +97,8 @@ def inspect(
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # what it says is remarked
     if decode and (checkpointing or update or plot is not None or cp > 1):
         raise RefusedError("--decode: a step of decoding has no backward, no update, no split rows, and is not drawn")
+    if nf4 and not lora:
+        raise RefusedError("--nf4: weights in four bits are not trained; give adapters with --lora, too")
     with progress() as shown:
         check_picture(plot)
         mesh = Mesh(tp, ep, max(cp, ep // tp) if fsdp is None else fsdp, cp)
@@ -113,6 +118,7 @@ def inspect(
             mesh,
             checkpointing,
             lora,
+            nf4,
             update,
             decode,
         )

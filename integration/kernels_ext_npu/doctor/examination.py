@@ -36,6 +36,7 @@ CHECKS: dict[str, Callable[[Observations], Finding | list[Finding]]] = {
     "transformers": libraries.transformers,
     "kernels": libraries.kernels,
     "accelerate and huggingface-hub": libraries.helpers,
+    "bitsandbytes": libraries.bitsandbytes,
     "requirements": libraries.requirements,
     "kernel files": kernel_files.intact,
     "variant": kernel_files.variants,

@@ -11,6 +11,7 @@ import subprocess
 from contextlib import suppress
 from dataclasses import asdict
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -144,6 +145,19 @@ def swapped_and_compared(source: str | None) -> None:
     say(step="unregister()")
     kernels_ext_npu.restore(model)
     kernels_ext_npu.unregister()
+    if find_spec("bitsandbytes") is not None:
+        say(bitsandbytes=_bitsandbytes())
+
+
+def _bitsandbytes() -> str | None:
+    """Import bitsandbytes, and return why it has no operators for the NPU; None where it has."""
+    from kernels_ext_npu.bitsandbytes_backend import registration
+
+    try:
+        import_module("bitsandbytes")
+    except Exception as error:  # of its native library, or of another backend
+        return f"it cannot be imported: {first_line(error)}"
+    return None if registration.is_registered() else f"its entry points name no {registration.GROUP} of this package"
 
 
 # ---- the kernels on disk and in the Hub's cache ----------------------------------------------------------------------

@@ -19,8 +19,9 @@ from kernels_ext_npu.inspection import remarks as remark
 from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.inspection.counting.dispatch import Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues, UnknownValueError
-from kernels_ext_npu.inspection.counting.memory import weight_bytes
+from kernels_ext_npu.inspection.counting.memory import parameter_count, weight_bytes
 from kernels_ext_npu.inspection.counting.phases import DECODING, GROWING, count
+from kernels_ext_npu.inspection.four_bit_layers import quantise
 from kernels_ext_npu.inspection.mesh import ONE, Mesh, distributed
 from kernels_ext_npu.inspection.mesh import remarks as remarks_on_mesh
 from kernels_ext_npu.inspection.subject import (
@@ -104,6 +105,7 @@ def inspect(
     mesh: Mesh = ONE,
     checkpointing: bool = False,
     lora: int = 0,
+    nf4: bool = False,
     update: bool = False,
     decode: bool = False,
 ) -> Inspection:
@@ -115,6 +117,7 @@ def inspect(
         mesh: count one of these ranks.
         checkpointing: keep the inputs of layers alone for the backward, and compute the rest of them again there.
         lora: the rank of adapters of all linear layers but the head, which alone are trained then; none with 0.
+        nf4: keep the weights of these layers in four bits, as bitsandbytes does.
         update: count a whole step, too, phase by phase: forward, backward, gradient clipping and the optimiser's step.
         decode: count steps of decoding behind these tokens, in place of a forward and a training step.
 
@@ -128,8 +131,9 @@ def inspect(
         advance("building the model")
         with fake:
             model = _build(subject, dtype, values, soc)
-            adapted = adapt(model, lora) if lora else ""
-        size = sum(p.numel() for p in model.parameters())
+            adapted = quantise(model) if nf4 else ""
+            adapted += adapt(model, lora) if lora else ""
+        size = parameter_count(model)
         with distributed(model, mesh) as axes, fake:
             inputs, described = make_inputs(model, batch, clamp(model, tokens, remarks), values, mesh.cp)
             described += adapted

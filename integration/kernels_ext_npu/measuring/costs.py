@@ -1,8 +1,8 @@
 """What a computation costs, counted: launches, the kernels that they are on the device, the bytes that these move.
 
 Every operator of torch and of torch_npu that moves data is a launch; views and allocations are none. What CANN does
-behind it is what ``inside`` says. Holds for real tensors and for fake ones, whose operators only run torch_npu's meta
-kernels. Waits of the host, and memory, are counted here as well.
+behind it is what ``inside`` says; an operator of bitsandbytes is those that compute it. Holds for real tensors and for
+fake ones, whose operators only run torch_npu's meta kernels. Waits of the host, and memory, are counted here as well.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch_npu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import softnpu
+from kernels_ext_npu.bitsandbytes_backend import registration
 from kernels_ext_npu.machine.cann_releases import parse_release
 from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.measuring.inside import Inside, inside
@@ -50,6 +51,9 @@ class Cost(TorchDispatchMode):
         self._cann = parse_release(getattr(torch.version, "cann", None))
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if (formula := registration.composed(operator)) is not None:
+            with self:
+                return formula(*args, **(kwargs or {}))
         result = operator(*args, **(kwargs or {}))
         self.count(operator, args, kwargs or {}, result)
         return result

@@ -41,8 +41,14 @@ def _remark(module: nn.Module, layer: str) -> str | None:
     if (package := bound_package(module)) is None:  # it multiplies by modules of other names
         return None
     if layer in WITH_GATE_AND_UP and (apart := _why_apart(_multiplied(module, layer, package), package.packing)):
-        return f"two products, since {apart}"
+        return None if _adapts_others(module, package) else f"two products, since {apart}"
     return package.alignment.unaligned(module) if module.training else None
+
+
+def _adapts_others(module: nn.Module, package: Any) -> bool:
+    """Tell whether a kernel adapts projections that are no plain layers, which it makes side by side by itself."""
+    gate, up, _ = package.packing.projections(module)
+    return all(forward_owner(each) == "lora" and type(each.base_layer) is not nn.Linear for each in (gate, up))
 
 
 def _why_apart(pair: tuple[Any, Any], layout: Any) -> str | None:

@@ -343,3 +343,21 @@ def test_errors_are_known(errors: list[str], advice: str) -> None:
     known = findings.explain(errors)
     assert known is not None
     assert advice in f"{known.advice} {known.commands}"
+
+
+# ---- bitsandbytes ----------------------------------------------------------------------------------------------------
+def test_bitsandbytes_is_told_where_it_is_installed(packages: Path) -> None:
+    faults.module(packages, "bitsandbytes", "", "0.50.2")
+    seen = faults.observed(use=Outcome({"bitsandbytes": None}))
+    (finding,) = libraries.bitsandbytes(seen)
+    assert (finding.verdict, finding.summary) == (Verdict.OK, "0.50.2, with operators for the NPU")
+    (finding,) = libraries.bitsandbytes(faults.observed(use=Outcome({"bitsandbytes": "it cannot be imported: why"})))
+    assert finding.verdict is Verdict.WARNING
+    assert "it cannot be imported: why" in finding.summary
+    (finding,) = libraries.bitsandbytes(faults.observed())
+    assert finding.verdict is Verdict.NOT_CHECKED
+
+
+def test_bitsandbytes_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed_packages, "read", lambda name: installed_packages.Package(name, None))
+    assert libraries.bitsandbytes(faults.observed()) == []

@@ -61,6 +61,20 @@ def helpers(seen: Observations) -> list[Finding]:
     return [replace(_helper(seen, seen.packages[name], asked), check=name) for name, asked in REQUIRED.items()]
 
 
+def bitsandbytes(seen: Observations) -> list[Finding]:
+    """Check that bitsandbytes has operators for the NPU, where it is installed."""
+    package = installed_packages.read("bitsandbytes")
+    if not package.installed:
+        return []
+    found = seen.use.facts if seen.use is not None else {}
+    if "bitsandbytes" not in found:
+        return [not_checked(f"{package.version}; the device, or a package, does not work: see above")]
+    if found["bitsandbytes"] is None:
+        return [ok(f"{package.version}, with operators for the NPU", facts={"version": str(package.version)})]
+    said = f"{package.version} has no operators for the NPU: {found['bitsandbytes']}"
+    return [warning(said, **remedy("bitsandbytes without operators"))]
+
+
 def requirements(seen: Observations) -> Finding:
     """Check what the packages ask of others in their metadata, as `pip check` does."""
     lines: list[str] = []

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
+from kernels_ext_npu.bitsandbytes_backend import registration
 from kernels_ext_npu.inspection.counting import collectives
 from kernels_ext_npu.inspection.counting.counts import Collective, Counts
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
@@ -42,6 +43,9 @@ class Counting(Cost):
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # these call the operators that run, which come here, too
         kwargs = kwargs or {}
+        if (formula := registration.composed(operator)) is not None:
+            with self:
+                return formula(*args, **kwargs)
         name, _ = what_runs(operator, args, kwargs)
         workspace = 0
         if name == "mm" and operator is torch.ops.aten._grouped_mm.default:  # a loop

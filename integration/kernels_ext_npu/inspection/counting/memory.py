@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from math import prod
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -70,8 +72,24 @@ class Memory:
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Return the bytes of the weights that a rank holds."""
-    return sum(local(parameter).numel() * parameter.element_size() for parameter in module.parameters())
+    """Return the bytes of the weights that a rank holds, with the scales of those in four bits."""
+    parameters = list(module.parameters())
+    held = [*parameters, *(tensor for parameter in parameters for tensor in _scales(parameter))]
+    return sum(local(tensor).numel() * tensor.element_size() for tensor in held)
+
+
+def parameter_count(module: nn.Module) -> int:
+    """Return the number of parameters; one in four bits has as many as the weight that is made of it."""
+    states = [(parameter, getattr(parameter, "quant_state", None)) for parameter in module.parameters()]
+    return sum(parameter.numel() if state is None else prod(state.shape) for parameter, state in states)
+
+
+def _scales(parameter: Tensor) -> list[Tensor]:
+    """Return the scales that bitsandbytes keeps beside a parameter in few bits."""
+    state: Any = getattr(parameter, "quant_state", None)
+    if state is None:
+        return []
+    return [state.absmax] + ([state.state2.absmax] if state.nested else [])
 
 
 def local(tensor: Tensor) -> Tensor:

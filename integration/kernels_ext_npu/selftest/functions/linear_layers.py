@@ -17,6 +17,7 @@ MANY, WIDE = 4096, 1024  # tokens, and what is large with so many of them
 LEADING = {"": (2, TOKENS), "one token": (1,), "one dimension": (), "four dimensions": (2, 1, 3)}
 # exact in 16 bits: it is no argument, so that nothing asks for its gradient
 FROZEN = torch.linspace(-1, 1, OUTPUTS * INPUTS).view(OUTPUTS, INPUTS).mul(64).round().div(64)
+ADAPTED = drawn((2, TOKENS, INPUTS), (RANK, INPUTS), (OUTPUTS, RANK))
 # nothing is dropped with it, by the code that drops: which elements are, no formula knows
 NEVER = 1e-9
 
@@ -36,6 +37,26 @@ def _adapted_together(function: Callable, x: Tensor, a: Tensor, b: Tensor, p: fl
 def _adapted_pair(function: Callable, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     neighbours = torch.cat((FROZEN, FROZEN)).to(x).chunk(2)
     return function(x, [(weight, None, _adapter(function, a, b)) for weight in neighbours])
+
+
+def _dequantised(dtype: torch.dtype, packed: Tensor, out: Tensor | None = None) -> Tensor:
+    values = packed.to(dtype) / 64
+    return values if out is None else out.copy_(values)
+
+
+def _quantised(function: Callable, x: Tensor) -> Any:
+    """Return the frozen weight as bytes, of which it is made when a layer multiplies."""
+    packed = (FROZEN * 64).to(x.device, torch.int8)
+    made = partial(_dequantised, x.dtype)
+    return function.__globals__["QuantizedWeight"](packed, made, (OUTPUTS, INPUTS), x.dtype)
+
+
+def _adapted_quantised(function: Callable, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return function(x, _quantised(function, x), None, [_adapter(function, a, b)])
+
+
+def _adapted_quantised_pair(function: Callable, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return function(x, [(_quantised(function, x), None, _adapter(function, a, b))] * 2)
 
 
 def _beside_bfloat16(function: Callable, a: Tensor, b: Tensor) -> Tensor:
@@ -89,6 +110,15 @@ FUNCTIONS = (
     *(
         Function("Linear", "lora_linear", _beside_bfloat16, _exactly_beside, drawn((RANK, size), (other, RANK)), at)
         for at, size, other in (("a large input", WIDE, OUTPUTS), ("a large output", INPUTS, WIDE))
+    ),
+    Function("Linear", "lora_linear", _adapted_quantised, _exactly_adapted, ADAPTED, "a weight in few bits"),
+    Function(
+        "Linear",
+        "lora_pair",
+        _adapted_quantised_pair,
+        lambda *tensors: torch.cat(_both_adapted(*tensors), -1),
+        ADAPTED,
+        "weights in few bits",
     ),
     _patches("", F.conv2d, (4, 3)),
     _patches("three dimensions", F.conv3d, (2, 4, 4)),

@@ -1,8 +1,9 @@
 """peft's linear layers with adapters of low rank, each as one node of autograd.
 
-A model keeps its modules; a ``peft.tuners.lora.Linear`` over a plain, frozen ``nn.Linear`` gets a forward that gives
-the kernel what its class would compute step by step. What decides on that is looked at in every call, since adapters
-are added, switched, merged and scaled at any time: where something is in the way its class computes.
+A model keeps its modules; a ``peft.tuners.lora.Linear`` over a plain, frozen ``nn.Linear``, or one of bitsandbytes' in
+few bits, gets a forward that gives the kernel what its class would compute step by step. What decides on that is looked
+at in every call, since adapters are added, switched, merged and scaled at any time: where something is in the way its
+class computes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kernels_ext_npu.module_state import TORCH_CALL, has_hooks
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import gate_up_layout, refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View, bind_forwards
-from kernels_ext_npu.swaps.linear import linear_groups
+from kernels_ext_npu.swaps.linear import linear_groups, quantised_layers
 from kernels_ext_npu.swaps.linear.linear_groups import LORA
 from kernels_ext_npu.swaps.linear.plain_linear import qualified_name, why_not_plain
 
@@ -36,20 +37,23 @@ REPOSITORY = "Linear"
 NAME = "lora_linear"
 PLAIN = Reason("plain", "torch_npu's operator computes it: a kernel of its own would gain less than 1% of a step")
 PAUSED = Reason("paused", "its adapters are merged or switched off: it is the layer that it adapts")
-_LIBRARY = "peft.tuners.lora.layer"
+_LIBRARY, _LIBRARY_OF_QUANTISED = "peft.tuners.lora.layer", "peft.tuners.lora.bnb"
 _MEMBERS = {"merged_adapters", "_disable_adapters", "cast_input_dtype_enabled", "lora_variant", "scaling"}
 _DROPOUT = nn.Dropout.forward if getattr(nn.Dropout.forward, "__globals__", None) is vars(dropouts) else None
-_WRITTEN = "result = result + lora_B(lora_A(dropout(x))) * scaling"  # peft's line for what the kernel computes
+# peft's lines for what the kernel computes, of plain layers and of quantised ones
+_WRITTEN = ("result = result + lora_B(lora_A(dropout(x))) * scaling",)
+_WRITTEN_OF_QUANTISED = ("output = lora_B(lora_A(dropout(x))) * scaling", "result = result + output")
 _TOGETHER = "_kernels_ext_npu_together"  # attribute of gate's forward: computes gate and up, called by SwiGLU's MLPs
 
 
 class _Layer(NamedTuple):
     """The tensors that the output of a layer with adapters is computed from."""
 
-    weight: Tensor  # that of the frozen layer
+    weight: Any  # that of the frozen layer; None for a quantised one, which a call makes known to the kernel
     bias: Tensor | None
     # (a, b, scale, probability of dropout) of each active adapter; a dropout that is not plain stands there itself
     adapters: list[tuple[Tensor, Tensor, float, float | nn.Module]]
+    quantised: nn.Module | None = None  # the frozen layer where it is quantised
 
     @property
     def has_one_that_keeps_all(self) -> bool:
@@ -72,7 +76,8 @@ def find(view: View) -> list[Decision]:
         elif module in parts or ("forward" in vars(module) and forward_owner(module) is not None):
             continue
         else:
-            make, reason, present = None, PLAIN, None
+            make, present = None, None
+            reason = quantised_layers.QUANTISED if quantised_layers.is_quantised(module) else PLAIN
         kind = PROJECTIONS.in_models
         found.append(Decision(path, module, None, reason, present, kind=kind, is_candidate=False, make=make))
     return found
@@ -102,6 +107,8 @@ def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
         pair = gate_up_layout.called(decision.module) if decision.kind == MLPS.in_models else None
         if pair is not None and (apart := why_apart(*pair)) is not None:
             found[decision] = f"two products, since {apart}"
+        elif pair is not None and all(map(_is_quantised, pair)):
+            found[decision] = "gate and up are made into one weight by each product"
     return found
 
 
@@ -123,14 +130,22 @@ def why_apart(*pair: nn.Module) -> str | None:
     return None
 
 
+def _is_quantised(module: nn.Module) -> bool:
+    """Tell whether a layer that a kernel computes has adapters over a quantised one."""
+    return forward_owner(module) == LORA and quantised_layers.is_quantised(module.base_layer)  # type: ignore[arg-type]
+
+
 def _refusal(module: Any, is_sharded: bool) -> str | None:
     """Return why a layer with adapters is computed by its class; None if it need not be."""
     library: Any = sys.modules[_LIBRARY]
     if (reason := refusals.unwanted(module, REPOSITORY) or refusals.elsewhere(module)) is not None:
         return reason
-    if type(module) is not library.Linear:
+    quantised = vars(sys.modules[_LIBRARY_OF_QUANTISED]) if _LIBRARY_OF_QUANTISED in sys.modules else {}
+    is_plain = type(module) is library.Linear
+    if not is_plain and type(module) not in (quantised.get("Linear4bit"), quantised.get("Linear8bitLt")):
         return f"it is a {qualified_name(type(module))}: the kernel is for peft's Linear"
-    if not (_is_written(library.Linear.forward) and vars(module).keys() >= _MEMBERS):
+    written = _WRITTEN if is_plain else _WRITTEN_OF_QUANTISED
+    if not (_is_written(type(module).forward, written) and vars(module).keys() >= _MEMBERS):  # type: ignore[arg-type]
         return "this release of peft computes adapters in other words"
     if "forward" in vars(module) and forward_owner(module) is None:
         return "another library has wrapped its forward"
@@ -139,11 +154,11 @@ def _refusal(module: Any, is_sharded: bool) -> str | None:
 
 
 @functools.cache
-def _is_written(forward: FunctionType) -> bool:
-    """Tell whether a forward of peft computes adapters by the line that the kernel reproduces."""
+def _is_written(forward: FunctionType, lines: tuple[str, ...]) -> bool:
+    """Tell whether a forward of peft computes adapters by the lines that the kernel reproduces."""
     tree = function_tree(inspect.unwrap(forward))  # type: ignore[arg-type]
     assignments = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
-    return any(ast.unparse(node) == _WRITTEN for node in assignments)
+    return {ast.unparse(node) for node in assignments} >= set(lines)
 
 
 def _make_forward(matched: FunctionType) -> FunctionType:
@@ -166,7 +181,7 @@ def _forward_with(kernel: ModuleType, matched: FunctionType) -> FunctionType:
         if (found := linear_groups.pop_cached(self, x)) is not None:
             return found
         if (layers := _current_layers(group := linear_groups.called_next(self))) is not None:
-            first, *others = kernel.lora_linears(x, _given(layers, kernel))
+            first, *others = kernel.lora_linears(x, _given(layers, x, kernel))
             linear_groups.cache_outputs(x, group[1:], others)
             return first
         given = [
@@ -175,7 +190,8 @@ def _forward_with(kernel: ModuleType, matched: FunctionType) -> FunctionType:
             else adapter(a, b, scale, None, dropout)
             for a, b, scale, dropout in layer.adapters
         ]
-        return kernel.lora_linear(x, layer.weight, layer.bias, given)
+        weight, bias = _frozen(layer, x, kernel)
+        return kernel.lora_linear(x, weight, bias, given)
 
     def together(gate: Any, up: Any, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
         """Compute gate and up of an MLP as one product, or as two; None where they have to be called."""
@@ -183,8 +199,9 @@ def _forward_with(kernel: ModuleType, matched: FunctionType) -> FunctionType:
         layers = _current_layers([gate, up]) if are_plain else None
         if layers is None:
             return None
-        both = kernel.lora_pair(x, _given(layers, kernel))
-        return (both, None) if both is not None else kernel.lora_linears(x, _given(layers, kernel))
+        given = _given(layers, x, kernel)
+        both = kernel.lora_pair(x, given)
+        return (both, None) if both is not None else kernel.lora_linears(x, given)
 
     setattr(forward, _TOGETHER, together)
     return forward  # type: ignore[return-value]
@@ -206,21 +223,31 @@ def _current_layers(modules: Sequence[nn.Module], is_sharded: bool = False) -> l
     return found if len(found) == len(modules) else None
 
 
-def _given(layers: Sequence[_Layer], kernel: ModuleType) -> list[tuple[Tensor, Tensor | None, Any]]:
+def _given(layers: Sequence[_Layer], x: Tensor, kernel: ModuleType) -> list[tuple[Any, Tensor | None, Any]]:
     """Return layers with one adapter each as the kernel takes them."""
-    return [(weight, bias, kernel.Adapter(*adapters[0][:3])) for weight, bias, adapters in layers]
+    return [(*_frozen(layer, x, kernel), kernel.Adapter(*layer.adapters[0][:3])) for layer in layers]
+
+
+def _frozen(layer: _Layer, x: Tensor, kernel: ModuleType) -> tuple[Any, Tensor | None]:
+    """Return the weight and bias of the frozen layer as the kernel takes them."""
+    if layer.quantised is None:
+        return layer.weight, layer.bias
+    weight = quantised_layers.weight(layer.quantised, x.dtype, kernel)
+    return weight, None if layer.bias is None else layer.bias.to(weight.dtype)
 
 
 def _current_layer(module: Any, is_sharded: bool = False) -> _Layer | str:
     """Return the tensors that a layer is computed from now, or the reason why its class has to compute it."""
     modules, members = module._modules, vars(module)
     base = modules["base_layer"]
-    if (reason := why_not_plain(base, is_sharded)) is not None:
+    is_quantised = quantised_layers.is_quantised(base)
+    reason = (quantised_layers.why_not_made if is_quantised else why_not_plain)(base, is_sharded)
+    if reason is not None:
         return f"of the layer that it adapts: {reason}"
     if members["merged_adapters"] or members["_disable_adapters"]:
         return PAUSED
     weight = base._parameters["weight"]
-    if weight.requires_grad:
+    if weight.requires_grad and not is_quantised:
         return "the layer that it adapts is trained, too"
     if not members["cast_input_dtype_enabled"]:
         return "peft was told not to cast what it adapts"
@@ -236,12 +263,14 @@ def _current_layer(module: Any, is_sharded: bool = False) -> _Layer | str:
         if any(factor._parameters["bias"] is not None for factor in factors):
             return f"its adapter {name} has a bias"
         (a, b), scale = (factor._parameters["weight"] for factor in factors), members["scaling"][name]
-        if a.dtype is not b.dtype or a.dtype not in (weight.dtype, torch.float32):
+        if a.dtype is not b.dtype or (a.dtype not in (weight.dtype, torch.float32) and not is_quantised):
             return f"its adapter {name} is in {a.dtype} and {b.dtype}, and its weight in {weight.dtype}"
         if not isinstance(scale, (int, float)):
             return f"the scale of its adapter {name} is a {type(scale).__name__}"
         adapters.append((a, b, scale, _dropout(modules["lora_dropout"]._modules[name])))
-    return _Layer(weight, base._parameters["bias"], adapters) if adapters else PAUSED
+    if not adapters:
+        return PAUSED
+    return _Layer(None if is_quantised else weight, base._parameters["bias"], adapters, base if is_quantised else None)
 
 
 def _dropout(module: nn.Module) -> float | nn.Module:

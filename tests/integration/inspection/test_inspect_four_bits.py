@@ -18,7 +18,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, dict]:
     config = zoo.build("qwen3").config
     config.intermediate_size = 128
     config.save_pretrained(folder := tmp_path_factory.mktemp("qwen3"))
-    count = partial(inspecting.inspect, subject.find(str(folder)), SOCS["910b"], tokens=32, lora=4, checkpointing=True)
+    count = partial(inspecting.inspect, subject.find(str(folder)), SOCS["910b3"], tokens=32, lora=4, checkpointing=True)
     return {nf4: printing.as_json(count(nf4=nf4)) for nf4 in (False, True)}
 
 
@@ -55,7 +55,7 @@ def test_four_bits_are_not_trained() -> None:
 @pytest.mark.long
 def test_qwen3_8b_takes_nine_gigabytes() -> None:
     """With checkpointing, at 1 × 4096; LoRA in bfloat16 takes 19.2."""
-    inspected = inspecting.inspect(subject.find("Qwen3-8B"), SOCS["910b"], lora=16, nf4=True, checkpointing=True)
+    inspected = inspecting.inspect(subject.find("Qwen3-8B"), SOCS["910b3"], lora=16, nf4=True, checkpointing=True)
     step = inspected.ends[1].counts["step"]
     assert step is not None
     assert inspected.weights + step.peak < 9e9

@@ -18,6 +18,7 @@ OTHERS = {
     "takes_sum",
     "Shard",
     "Gate",
+    "QuantizedWeight",
     "alignment",
     "expert_activation",
     "expert_lists",

@@ -41,7 +41,7 @@ def guarded_forward(
 
     @functools.wraps(forward)
     def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        is_more = len(args) > most or (kwargs and not kwargs.keys() <= names.keys())
+        is_more = args[most:] or (kwargs and not kwargs.keys() <= names.keys())
         is_other = type(self).forward is not matched or is_more
         if is_other or (holds is not None and not holds(self)):
             return class_forward(self, guarded, matched)(self, *args, **kwargs)

@@ -55,7 +55,7 @@ def find(view: View) -> Iterator[Decision]:
     for path, module in view.instances(called):
         for callee in called[type(module)]:
             pattern = patterns[callee]
-            rotation = view.rotations.get(callee)
+            rotation = None if pattern else view.rotations.get(callee)
             layer = pattern.layers[0] if pattern else (rotation and rotation.layer) or None
             reason = _refusal(module, callee, pattern, rotation)
             # not where a package computes it, nor for unknown functions that do not rotate
@@ -86,7 +86,7 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
         is_here = bool(found) and not all(map(is_elsewhere, modules))
         for callee in found:
             pattern = find_pattern(callee.function)
-            rotation = view.rotations.get(callee)
+            rotation = None if pattern else view.rotations.get(callee)
             if rotation is not None and rotation.layer and is_here and registration.uses(_ROTATES):
                 _bind_rotation(_function_module(active, callee), rotation, active)
             if pattern is None or not (_is_ours(callee) and registration.uses(pattern.repository)):

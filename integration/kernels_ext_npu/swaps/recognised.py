@@ -19,7 +19,6 @@ from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.loaded_kernels import forward_owner, set_forward
 from kernels_ext_npu.binding.step_aside import guarded_forward
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS
-from kernels_ext_npu.matching import module_settings
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
@@ -107,6 +106,8 @@ def _make_forward(what: Recognised, matched: FunctionType) -> FunctionType:
 @functools.cache
 def _forward_with(package: ModuleType, what: Recognised, matched: FunctionType) -> FunctionType:
     """Return the forward that computes by a layer what a module was recognised as."""
+    from kernels_ext_npu.matching import module_settings  # models of transformers do without
+
     computed = what.computed
     layer = getattr(package.layers, computed.layer).forward
 

@@ -140,7 +140,8 @@ class Signature:
             if name not in self.names[len(args) :]:
                 return None
             values[self.names.index(name)] = value
-        return values if len(args) <= len(self.names) and inspect.Parameter.empty not in values[len(args) :] else None
+        is_whole = len(args) <= len(self.names) and all(value is not inspect.Parameter.empty for value in values)
+        return values if is_whole else None
 
 
 def candidate_forms(signature: Signature) -> Iterator[Form]:

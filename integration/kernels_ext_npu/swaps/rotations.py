@@ -64,7 +64,7 @@ def _asked(found: Rotation, args: Sequence[Any], kwargs: dict[str, Any]) -> tupl
     return (values, plan) if all(x.device == values[0].device for x in (*tensors, *tables)) else None
 
 
-# values of which the launches count, and not the bytes: as many as are moved while the host launches one operator.
+# values of which the launches count, and not the bytes: to move so many takes less than to launch an operator.
 # Where each layer makes angles of its own, the function takes fewer launches than the question and the kernel
 _FEW = 1 << 18
 

@@ -173,6 +173,18 @@ def test_a_setting_that_was_not_looked_at_is_the_functions_own(registered, argum
         torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_arguments_may_be_named(registered) -> None:
+    model, plain = kernelized("apply_rotary_llama"), others.apply_rotary_llama
+    q, k, cos, sin, positions = SERVED["apply_rotary_llama"][1]()
+    named = {"sin": sin, "position_ids": positions, "cos": cos}
+    assert launched(lambda: model(q.npu(), k.npu(), **{name: each.npu() for name, each in named.items()})) == 2
+    ours = model(q.npu(), k.npu(), **{name: each.npu() for name, each in named.items()})
+    for mine, theirs in zip(ours, plain(q, k, **named), strict=True):
+        torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-5, atol=1e-5)
+    with pytest.raises(TypeError, match="position_ids"):
+        model(q.npu(), k.npu(), cos.npu(), sin.npu())
+
+
 def test_a_helper_that_was_replaced_is_seen(registered, monkeypatch) -> None:
     model = kernelized("apply_rotary_old_llama")
     arguments = on("npu", SERVED["apply_rotary_old_llama"][1]())

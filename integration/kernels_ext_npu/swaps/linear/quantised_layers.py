@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from kernels_ext_npu.binding.loaded_kernels import forward_owner
-from kernels_ext_npu.bitsandbytes_backend import four_bit, registration
 from kernels_ext_npu.module_state import TORCH_CALL, has_hooks
 from kernels_ext_npu.reasons import Reason
 
@@ -39,6 +38,8 @@ def why_not_made(layer: Any, is_sharded: bool = False) -> Reason | None:
         layer: one of bitsandbytes'.
         is_sharded: whether a DTensor will do, which FSDP2 makes plain while the model is called.
     """
+    from kernels_ext_npu.bitsandbytes_backend import registration  # models in 16 bits do without
+
     if not registration.is_registered():
         return Reason("operators", "bitsandbytes has no operators for the NPU: it was imported before torch_npu")
     if type(layer).__call__ is not TORCH_CALL or type(layer).forward.__module__ != _LIBRARY:
@@ -65,9 +66,7 @@ def why_not_made(layer: Any, is_sharded: bool = False) -> Reason | None:
         return Reason("wide", "its weight is kept in 16 bits, and quantised in each call")
     if not layer.training:
         return Reason("int8", "outside of training bitsandbytes multiplies in int8")
-    return (
-        None if _bytes_and_scales(layer)[1] is not None else Reason("not quantised", "its weight is not quantised yet")
-    )
+    return _NOT_YET if _bytes_and_scales(layer)[1] is None else None
 
 
 def weight(layer: Any, dtype: torch.dtype, kernel: ModuleType) -> Any:
@@ -109,6 +108,8 @@ def _bytes_and_scales(layer: Any) -> tuple[Tensor, Tensor | None]:
 
 def _from_four_bits(state: Any, dtype: torch.dtype, packed: Tensor, out: Tensor | None = None) -> Tensor:
     """Make a weight in four bits, as ``bitsandbytes.functional.dequantize_4bit`` does."""
+    from kernels_ext_npu.bitsandbytes_backend import four_bit  # models in 16 bits do without
+
     scales = state.absmax
     if state.nested:
         nested = state.state2

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +116,7 @@ class _Step:
         npu = torch.get_device_module("npu")
         graph = npu.NPUGraph()
         try:
-            with npu.graph(graph, pool=pool):
+            with _no_collection(), npu.graph(graph, pool=pool):
                 self._output = self._model(**inputs)
         except Exception as error:
             raise CaptureError(
@@ -149,6 +152,18 @@ def place(error: BaseException) -> str:
     outside = [f for f in frames if not any(Path(f.filename).is_relative_to(folder) for folder in below)]
     named = [f for f in outside if "softnpu" not in Path(f.filename).parts] or outside or frames
     return f"{Path(named[-1].filename).name}, line {named[-1].lineno}, {named[-1].name}"
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect no garbage: what ends a memory pool waits for the device, which aborts while it captures."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _decodes_one_token(inputs: dict[str, Any]) -> bool:

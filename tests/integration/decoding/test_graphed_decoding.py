@@ -1,6 +1,7 @@
 """``generate`` in graphs gives the tokens of ``generate`` without them, or says why it cannot."""
 
 import copy
+import gc
 import re
 from functools import partial
 from typing import Any
@@ -127,6 +128,27 @@ def test_a_step_launches_nothing_but_its_graph() -> None:
     launched = npu_counts.read(in_graphs=True)
     norms = launched["npu_rms_norm"] + launched["npu_add_rms_norm"]
     assert norms == 3 * 9  # steps, and norms of two layers and the model
+
+
+def test_no_garbage_is_collected_while_a_graph_is_captured() -> None:
+    """What it ends may wait for the device, in a destructor: the process would abort."""
+    model = kernelized("llama")
+    collected = []
+
+    def note(*_: Any) -> None:
+        collected.append(torch.npu.is_current_stream_capturing())
+
+    before = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(1)
+    try:
+        assert replays(model, prompts("llama", model)) > 0
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(note)
+    assert collected
+    assert not any(collected)
+    assert gc.isenabled()
 
 
 @pytest.mark.long

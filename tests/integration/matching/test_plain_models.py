@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import types
 
 import pytest
 import torch
@@ -74,8 +75,9 @@ class NewGLU(Projected):
 
 @pytest.mark.parametrize(("cls", "layer"), [(NewRMSNorm, "RMSNorm"), (NewGLU, "SwiGLUMLP")])
 def test_what_transformers_spells_in_a_new_way_needs_no_pattern(registered, monkeypatch, cls, layer: str) -> None:
-    for each in (cls, cls.forward):
-        monkeypatch.setattr(each, "__module__", "transformers.models.new.modeling_new")
+    library = {**globals(), "__name__": "transformers.models.new.modeling_new"}
+    monkeypatch.setattr(cls, "__module__", library["__name__"])
+    monkeypatch.setattr(cls, "forward", types.FunctionType(cls.forward.__code__, library))
     model = kernels_ext_npu.kernelize(Block(cls()).to("npu"))
     assert said(model) == [(layer, True)]
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.masking_utils import eager_mask, flex_attention_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels_ext_npu.binding import forward_binding, registration
@@ -26,10 +27,12 @@ from kernels_ext_npu.swaps.attention import (
     calls,
     eligibility,
     flash_attention_requested,
+    flex_attention,
     indexers,
     mla_absorb,
 )
 from kernels_ext_npu.swaps.attention.attn_implementation import check_and_adjust, set_implementation
+from kernels_ext_npu.swaps.attention.eligibility import FLEX
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 from kernels_ext_npu.transformers_internals import sdpa_drops_biases
 
@@ -51,6 +54,11 @@ def install(registration: Registration) -> None:
         ours = functools.partial(calls.kernel_or_sdpa, sdpa_attention_forward)
         patches.item(table, "sdpa", functools.update_wrapper(ours, sdpa_attention_forward))
         patches.item(mask_table, "sdpa", calls.mask_for_kernel(sdpa_mask))
+    if ALL_ATTENTION_FUNCTIONS[FLEX] is flex_attention_forward and mask_table[FLEX] is flex_attention_mask:
+        ours = functools.partial(flex_attention.kernel_or_flex, flex_attention_forward)
+        patches.item(table, FLEX, functools.update_wrapper(ours, flex_attention_forward))
+        patches.item(mask_table, FLEX, calls.mask_for_kernel(flex_attention_mask))
+    flex_attention.patch_callers(patches)
     if mask_table["eager"] is eager_mask:
         patches.item(mask_table, "eager", calls.mask_for_kernel(eager_mask))
     # A model's own formula, which the kernel stands in for where there is no sdpa, is an argument and in no table.
@@ -136,7 +144,7 @@ def _refusal(module: nn.Module) -> str | None:
         return UNNAMED
     if NPU_FLASH_ATTENTION.is_named_by(module.config):
         return None
-    if not eligibility.serves_config(module.config):  # type: ignore[arg-type]
+    if not (eligibility.names_flex(module.config) or eligibility.serves_config(module.config)):  # type: ignore[arg-type]
         return f"the attention implementation {module.config._attn_implementation} was asked for"  # type: ignore
     if (reason := eligibility.refusal(module, compute_device(module), *_dtype_and_softcap(module))) is not None:
         return refusals.elsewhere(module) if reason is eligibility.ELSEWHERE else reason

@@ -39,19 +39,20 @@ def npu_flash_attention(
     The weights, ``[B, N, S_q, S_k]``, are returned where ``output_attentions`` asks for them and nothing is packed.
     """
     guards.refuse_partial_sequence(module, NPU_FLASH_ATTENTION.name)
-    result = _attend(module, query, key, value, attention_mask, *args, **kwargs)
+    result = attend(module, query, key, value, attention_mask, *args, **kwargs)
     if not kwargs.get("output_attentions") or kwargs.get("cu_seq_lens_q") is not None:
         return result, None
     # with the identity matrix as values the result is the weights
     one_of_each = torch.eye(key.shape[2], dtype=value.dtype, device=value.device).expand(*key.shape[:2], -1, -1)
-    return result, _attend(module, query, key, one_of_each, attention_mask, *args, **kwargs).transpose(1, 2)
+    return result, attend(module, query, key, one_of_each, attention_mask, *args, **kwargs).transpose(1, 2)
 
 
 def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
     """Describe the mask of a forward for the kernel, by its `attention_mask`."""
     if guards.exchanges_keys():
         kwargs = guards.exchange().mask_arguments(kwargs)
-    if eligibility.is_eager_by_default(type(kwargs.get("config"))):  # whose formula masks by a mask alone
+    config = kwargs.get("config")
+    if eligibility.names_flex(config) or eligibility.is_eager_by_default(type(config)):  # which mask by a mask alone
         kwargs |= dict.fromkeys(("allow_is_causal_skip", "allow_is_bidirectional_skip"), False)
     return registration.package(NPU_FLASH_ATTENTION.repository).attention_mask(*args, **kwargs)
 
@@ -85,7 +86,7 @@ def kernel_or_sdpa(
         if is_sdpa and attention_mask is None and causal and 1 < queries < key.shape[2]:
             # a prompt in a static cache: its first query stands at the first key, and the slots behind it are free
             key, value = key[:, :, :queries], value[:, :, :queries]
-        return _attend(module, query, key, value, attention_mask, *args, **kwargs), None
+        return attend(module, query, key, value, attention_mask, *args, **kwargs), None
     if is_sdpa and guards.exchanges_keys():
         guards.refuse_mask(module, attention_mask)
     if not (attention_mask is None or isinstance(attention_mask, Tensor)):
@@ -120,7 +121,7 @@ def mask_for_kernel(original: Callable) -> Callable:
             torch.device(kwargs.get("device", "cpu")).type == "npu"
             and eligibility.takes_mask_description(config)
             and not args
-            and not getattr(config, "attn_logit_softcapping", None)
+            and (eligibility.names_flex(config) or not getattr(config, "attn_logit_softcapping", None))
             and (given is None or len(given) == kwargs["batch_size"])
             and registration.try_package(NPU_FLASH_ATTENTION.repository) is not None
         ):
@@ -188,9 +189,10 @@ def preprocess(original: Callable, *args: Any, **kwargs: Any) -> tuple:
     return is_done, mask, packed, *sizes
 
 
-def _attend(
+def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> Tensor:
+    """Compute attention by the kernel, ``[B, S_q, N, D_v]``, with whatever a model passes instead of all keys."""
     if guards.exchanges_keys() and (getattr(module, "is_causal", True) or kwargs.get("cu_seq_lens_q") is None):
         return guards.exchange().attend(module, query, key, value, attention_mask, *args, **kwargs)
     guards.refuse_sinks(query, kwargs.get("s_aux"))
@@ -204,12 +206,12 @@ def _attend(
         options = kwargs["indices"], kwargs["scaling"], kwargs.get("s_aux")
         return chosen.attend_chosen(kernel.attend_chosen, query, attention_mask, *options)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, rotated: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def call(query: Tensor, key: Tensor, value: Tensor, rotated: tuple[Tensor, Tensor] | None = None) -> Tensor:
         return kernel.attention_forward(module, query, key, value, attention_mask, *args, **kwargs, rotated=rotated)[0]
 
     if (few := mla_absorb.latents_for_few_queries(query, key, value, kwargs)) is not None:
-        return few.attend(attend, query)
-    return attend(query, mla_absorb.expanded(key), mla_absorb.expanded(value))
+        return few.attend(call, query)
+    return call(query, mla_absorb.expanded(key), mla_absorb.expanded(value))
 
 
 def _fits(mask: Any, query: Tensor, key: Tensor, paged_cache: Any) -> bool:

@@ -25,9 +25,9 @@ KERNEL_DISABLED = "_kernels_ext_npu_plain_attention"  # an attribute that restor
 # configs must see no difference. ``name is BY_DEFAULT``: transformers chose it. ``name is ASKED``: the user named it.
 # ``name is RESTORED[name]``: restore() was called, and the model makes its masks as transformers does. Copies of a
 # config keep the string; a pickle holds an ordinary one.
-EAGER = "eager"
+EAGER, FLEX = "eager", "flex_attention"
 BY_DEFAULT, ASKED = ("".join(EAGER) for _ in range(2))
-RESTORED = {name: "".join(name) for name in (EAGER, "sdpa")}
+RESTORED = {name: "".join(name) for name in (EAGER, "sdpa", FLEX)}
 ELSEWHERE = Reason("elsewhere", "it is on another device")
 CAPPED = Reason("no operator", "no operator: scores are capped, which none of torch_npu does")
 IN_FLOAT64 = Reason("device limit", "device limit: it is in float64")
@@ -86,7 +86,9 @@ def refusal(module: nn.Module, device: str | None, dtype: torch.dtype, softcap: 
     """Return why the kernel does not compute the attention of a module here; None where it does."""
     if KERNEL_DISABLED in module.__dict__:
         return refusals.NOT_ASKED_FOR
-    return limit(module, dtype, softcap) or (None if device in ("npu", None) else ELSEWHERE)
+    # flex_attention has nothing better: what no operator computes is computed in torch
+    reason = None if names_flex(getattr(module, "config", None)) else limit(module, dtype, softcap)
+    return reason or (None if device in ("npu", None) else ELSEWHERE)
 
 
 def serves_config(config: PreTrainedConfig) -> bool:
@@ -107,7 +109,12 @@ def forget_restored(config: PreTrainedConfig) -> None:
     """Take back what `note_restored` noted: masks are described for the kernel again."""
     name = config._attn_implementation
     if name in RESTORED and name is RESTORED[name]:
-        config._attn_implementation_internal = BY_DEFAULT if name == EAGER else "sdpa"
+        config._attn_implementation_internal = {EAGER: BY_DEFAULT, FLEX: FLEX}.get(name, "sdpa")
+
+
+def names_flex(config: Any) -> bool:
+    """Tell whether a config names ``flex_attention``, and the function of that name is ours."""
+    return getattr(config, "_attn_implementation", None) == FLEX and _is_ours(ALL_ATTENTION_FUNCTIONS[FLEX])
 
 
 def uses_kernel(config: Any) -> bool:
@@ -117,9 +124,11 @@ def uses_kernel(config: Any) -> bool:
 
 def takes_mask_description(config: Any) -> bool:
     """Tell whether models with this config may receive a description in place of a mask tensor."""
-    if not isinstance(config, PreTrainedConfig) or not serves_config(config):
+    if not isinstance(config, PreTrainedConfig) or not (serves_config(config) or names_flex(config)):
         return False
     name, cls = config._attn_implementation, type(config)
+    if name == FLEX:
+        return name is not RESTORED[FLEX] and not needs_mask_tensor(cls)
     is_original = ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward  # somebody has put it back
     return not is_original and name is not RESTORED[name] and has_served_attention(cls) and not needs_mask_tensor(cls)
 
@@ -127,10 +136,15 @@ def takes_mask_description(config: Any) -> bool:
 def foreign_sdpa(config: PreTrainedConfig) -> str | None:
     """Return the name of a function of another library that is registered as ``sdpa``; None if there is none."""
     function: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    function = getattr(function, "func", function)  # ours is a functools.partial
-    if config._attn_implementation != "sdpa" or function.__module__.startswith(f"{__package__}."):
+    if config._attn_implementation != "sdpa" or _is_ours(function):
         return None
+    function = getattr(function, "func", function)
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def _is_ours(function: Any) -> bool:
+    """Tell whether a function in transformers' table is ours, a functools.partial."""
+    return getattr(function, "func", function).__module__.startswith(f"{__package__}.")
 
 
 def _named_in(cls: type[nn.Module]) -> set[type[nn.Module]]:

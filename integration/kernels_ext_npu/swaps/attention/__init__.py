@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import flex_attention as torch_flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -27,7 +28,6 @@ from kernels_ext_npu.swaps.attention import (
     calls,
     eligibility,
     flash_attention_requested,
-    flex_attention,
     indexers,
     mla_absorb,
 )
@@ -55,10 +55,15 @@ def install(registration: Registration) -> None:
         patches.item(table, "sdpa", functools.update_wrapper(ours, sdpa_attention_forward))
         patches.item(mask_table, "sdpa", calls.mask_for_kernel(sdpa_mask))
     if ALL_ATTENTION_FUNCTIONS[FLEX] is flex_attention_forward and mask_table[FLEX] is flex_attention_mask:
-        ours = functools.partial(flex_attention.kernel_or_flex, flex_attention_forward)
+        ours = functools.partial(calls.kernel_or_flex, flex_attention_forward)
         patches.item(table, FLEX, functools.update_wrapper(ours, flex_attention_forward))
         patches.item(mask_table, FLEX, calls.mask_for_kernel(flex_attention_mask))
-    flex_attention.patch_callers(patches)
+    original = torch_flex_attention.flex_attention
+    patches.method(torch_flex_attention, FLEX, calls.flex_attention, is_registered)
+    for name, module in list(sys.modules.items()):  # where others have imported it by its name
+        # transformers calls it for models that name it, which are served by that name
+        if not name.startswith("transformers.") and getattr(module, "__dict__", {}).get(FLEX) is original:
+            patches.attribute(module, FLEX, torch_flex_attention.flex_attention)
     if mask_table["eager"] is eager_mask:
         patches.item(mask_table, "eager", calls.mask_for_kernel(eager_mask))
     # A model's own formula, which the kernel stands in for where there is no sdpa, is an argument and in no table.

@@ -3,33 +3,73 @@
 A ``BlockMask`` holds a function of one query and one key, and which blocks count. What a query sees is found by running
 the function for a block of queries at a time: where each sees one interval of keys, the intervals tell the band and the
 sequences; elsewhere the mask is a tensor. Sizes are ``B, N, S_q, S_k``.
+
+A function is run once for all calls, until a tensor that it has read changes.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 from transformers import masking_utils
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 
 _ELEMENTS = 2**24  # of the mask of a block of queries
-_described: WeakKeyDictionary[BlockMask, Any] = WeakKeyDictionary()
+_KEPT = 8  # results for each function or mask: of other sizes, say
+_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # owner -> [(key, the reads, the result)], the newest first
+
+
+class Reads(TorchDispatchMode):
+    """Notes which tensors a function of a user reads while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._states: list[tuple[TensorWeakRef, tuple | None]] = []
+        self.made: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors that are not the user's
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        if operator is not torch.ops.aten.lift_fresh.default:  # of torch.tensor(...) in the function
+            given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            self._states += [(TensorWeakRef(each), _state(each)) for each in given if each not in self.made]
+        self.made.update((each, None) for each in tree_leaves(result) if isinstance(each, Tensor))
+        return result
+
+    def are_current(self) -> bool:
+        """Tell whether the tensors are as they were; of those made in inference mode nobody knows."""
+        now = [(ref(), state) for ref, state in self._states]
+        return all(tensor is not None and state is not None and _state(tensor) == state for tensor, state in now)
+
+
+def once(owner: Any, key: tuple, find: Callable[[Reads], Any]) -> Any:
+    """Return what `find` does, which has to enter the reads that it is given, for an owner and a key of its own."""
+    kept = _kept.setdefault(owner, [])
+    for known, reads, result in kept:
+        if known == key and reads.are_current():
+            return result
+    reads = Reads()
+    result = find(reads)
+    kept[:] = [(key, reads, result), *(each for each in kept if each[0] != key)][:_KEPT]
+    return result
 
 
 def describe_block_mask(mask: BlockMask) -> Any:
-    """Describe the mask of a `BlockMask` for the kernel, once: what its function reads may not change afterwards."""
-    if mask not in _described:
-        _described[mask] = describe(mask.shape, mask.kv_num_blocks.device, functools.partial(visible_keys, mask))
-    return _described[mask]
+    """Describe the mask of a `BlockMask` for the kernel, once."""
+    device = mask.kv_num_blocks.device
+    find = lambda reads: describe(mask.shape, device, functools.partial(visible_keys, mask, reads))  # noqa: E731
+    return once(mask, (mask.mask_mod,), find)
 
 
 def describe(sizes: Sequence[int], device: torch.device, visible: Callable[[int, int], Tensor]) -> Any:
@@ -61,21 +101,25 @@ def query_blocks(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + step, sizes[2])
 
 
-def at_indices(function: Callable, places: Sequence[Tensor], *scores: Tensor) -> Tensor:
+def at_indices(function: Callable, reads: Reads | None, places: Sequence[Tensor], *scores: Tensor) -> Tensor:
     """Call a function that is written for one score, batch index, head, query and key for some of each at once."""
+    noting: AbstractContextManager = nullcontext()
+    if reads is not None:
+        reads.made.update(dict.fromkeys([*places, *scores]))
+        noting = reads
     for dim in (3, 2, 1, 0):
         mapped = (0 if each == dim else None for each in range(4))
         function = torch.vmap(function, in_dims=(*(0 for _ in scores), *mapped))
-    with TransformGetItemToIndex():  # lets a tensor without dimensions index another one
+    with TransformGetItemToIndex(), noting:  # lets a tensor without dimensions index another one
         return function(*scores, *places)
 
 
-def visible_keys(mask: BlockMask, begin: int, end: int) -> Tensor:
+def visible_keys(mask: BlockMask, reads: Reads, begin: int, end: int) -> Tensor:
     """Return which keys some queries see: of the blocks that count, those for which the function says so."""
     places = [torch.arange(size, device=mask.kv_num_blocks.device) for size in mask.shape]
     places[2] = places[2][begin:end]
     query_block, key_block = (each // size for each, size in zip(places[2:], mask.BLOCK_SIZE))
-    return at_indices(mask.mask_mod, places) & mask.to_dense().bool()[:, :, query_block][..., key_block]
+    return at_indices(mask.mask_mod, reads, places) & mask.to_dense().bool()[:, :, query_block][..., key_block]
 
 
 def _terms(sizes: Sequence[int], intervals: Tensor, device: torch.device) -> list[Callable] | None:
@@ -111,3 +155,7 @@ def _terms(sizes: Sequence[int], intervals: Tensor, device: torch.device) -> lis
         return [masking_utils.sliding_window_bidirectional_overlay(left), *terms]
     window = [] if torch.equal(first, begin) else [masking_utils.sliding_window_overlay(left + 1)]
     return [*window, masking_utils.causal_mask_function, *terms]
+
+
+def _state(tensor: Tensor) -> tuple | None:
+    return None if tensor.is_inference() else (tensor._version, tensor.requires_grad)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -101,6 +102,37 @@ def kernel_or_sdpa(
         parts = zip(*(tensor.split(torch.diff(cu_seqlens).tolist(), dim=2) for tensor in (query, key, value)))
         return torch.cat([original(module, *part, None, *args, **kwargs)[0] for part in parts], dim=1), None
     return original(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+def kernel_or_flex(
+    original: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the attention of a module that names ``flex_attention`` by the kernel, or else by the original."""
+    refusal = eligibility.refusal(module, query.device.type, query.dtype, None)
+    if not NPU_FLASH_ATTENTION.is_registered() or refusal is not None:
+        if not (mask is None or isinstance(mask, Tensor | BlockMask)):  # the original adds a tensor to scores
+            mask = torch.where(mask.mask(query.device), query.new_zeros(()), torch.finfo(query.dtype).min)
+        return original(module, query, key, value, mask, **kwargs)
+    guards.refuse_partial_sequence(module, eligibility.FLEX)
+    if isinstance(mask, BlockMask):
+        from kernels_ext_npu.swaps.attention import block_masks  # for those that use it alone
+
+        mask = block_masks.describe_block_mask(mask)
+    if mask is None:  # the original asks no module whether it is causal
+        kwargs["is_causal"] = False
+    return attend(module, query, key, value, mask, **kwargs), None
+
+
+def flex_attention(original: Callable, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Compute ``flex_attention`` of torch, on an NPU by the kernel."""
+    return (_flex_attention if query.device.type == "npu" else original)(query, *args, **kwargs)
+
+
+@torch.compiler.disable
+def _flex_attention(*args: Any, **kwargs: Any) -> Tensor:
+    from kernels_ext_npu.swaps.attention import flex_attention as direct  # for those that call it alone
+
+    return direct.flex_attention(*args, **kwargs)
 
 
 def get_interface(original: Callable, self: AttentionInterface, implementation: str, default: Callable) -> Callable:

@@ -17,8 +17,9 @@ from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 
 import kernels_ext_npu
+from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.swaps.attention import block_masks
-from tests.support import npu_counts, zoo
+from tests.support import npu_counts, pages, zoo
 from tests.support.attention_models import BATCHES, MODELS, build, ids, on_npu
 from tests.support.launches import ATTENTION
 from tests.support.nearness import assert_each_near
@@ -136,14 +137,78 @@ def test_a_mask_is_read_in_parts_and_once(registered, plain, monkeypatch, name) 
     both = {device: masks(device)[name] for device in ("cpu", "npu")}
     expected = plain(*given, block_mask=block_mask(both["cpu"], "cpu"))
     mask, read = block_mask(both["npu"], "npu"), block_masks.at_indices
-    monkeypatch.setattr(
-        block_masks, "at_indices", lambda *read_of: sizes.append(read(*read_of).shape[2]) or read(*read_of)
-    )
+    monkeypatch.setattr(block_masks, "at_indices", lambda *given: sizes.append(read(*given).shape[2]) or read(*given))
     for _ in range(3):
         found = flex_attention(*(tensor.npu() for tensor in given), block_mask=mask, enable_gqa=True)
     assert_near(found, expected.float())
     assert max(sizes) == 7
     assert sum(sizes) == TOKENS * (1 if name in DESCRIBED else 2)
+
+
+@pytest.mark.parametrize("name", ["causal documents", "a window on both sides", "a scale", "a mask"])
+def test_functions_are_run_once_and_a_later_call_is_one_launch(registered, name) -> None:
+    """Beside copies between layouts: of the result, and of a batch of documents."""
+    ran: list[int] = []
+    function = (masks("npu") | scores("npu"))[name]
+    is_mask = name in DESCRIBED
+
+    def counted(*given: Tensor) -> Tensor:
+        ran.append(1)
+        return function(*given)
+
+    changed = lambda s, b, h, q, k: counted(s, b, h, q, k)  # noqa: E731
+    seen = lambda b, h, q, k: counted(b, h, q, k)  # noqa: E731
+    options = {"block_mask": block_mask(seen, "npu")} if is_mask else {"score_mod": changed}
+    given = [tensor.npu() for tensor in tensors()]
+    flex_attention(*given, **options, enable_gqa=True)
+    assert ran
+    ran.clear()
+    with Cost() as cost:
+        flex_attention(*given, **options, enable_gqa=True)
+    assert not ran
+    assert cost.launches[ATTENTION] == 1
+    assert set(cost.launches) <= {ATTENTION, "clone"}
+
+
+def test_a_function_is_run_again_where_what_it_reads_has_changed(registered, plain) -> None:
+    """A tensor that was written to, one that is no more, and the function of a mask itself."""
+    given, on_device = tensors(), [tensor.npu() for tensor in tensors()]
+    first = {device: torch.zeros(TOKENS, dtype=torch.long, device=device) for device in ("cpu", "npu")}
+    factor = {device: torch.tensor(0.5, device=device) for device in ("cpu", "npu")}
+    make = lambda device: (  # noqa: E731
+        lambda s, b, h, q, k: s * factor[device],
+        block_mask(lambda b, h, q, k: first[device][q] <= k, device),
+    )
+    both = {device: make(device) for device in ("cpu", "npu")}
+
+    def assert_as_on_the_cpu() -> None:
+        # of blocks that count: those of the first time, which were all
+        found = flex_attention(*on_device, *both["npu"], enable_gqa=True)
+        assert_near(found, plain(*given, score_mod=both["cpu"][0], block_mask=both["cpu"][1]).float())
+
+    assert_as_on_the_cpu()
+    for device in both:
+        first[device][50:] = 40
+        factor[device].fill_(2.0)
+    assert_as_on_the_cpu()
+    for device in both:
+        first[device] = torch.full((TOKENS,), 7, device=device)
+        factor[device] = torch.tensor(-1.0, device=device)
+    assert_as_on_the_cpu()
+    for device in both:
+        both[device][1].mask_mod = masks(device)["causal"]
+    assert_as_on_the_cpu()
+
+
+def test_what_is_learned_has_a_gradient_after_a_call_without_one(registered) -> None:
+    given, factor = [tensor.npu() for tensor in tensors()], torch.tensor(0.5, device="npu", requires_grad=True)
+    function = lambda s, b, h, q, k: s * factor  # noqa: E731
+    with torch.no_grad():
+        expected = flex_attention(*given, function, enable_gqa=True)
+    found = flex_attention(*given, function, enable_gqa=True)
+    assert_near(found, expected.cpu())
+    found.sum().backward()
+    assert factor.grad.abs() > 1e-3
 
 
 def test_blocks_that_are_chosen_without_a_function_are_the_mask(registered) -> None:
@@ -194,6 +259,59 @@ def test_gradients_reach_tensors_and_what_a_function_learns(registered) -> None:
         assert_each_near(leaf.grad, other.grad.float(), 2e-5)  # sums of 320,000 terms in float32
 
 
+@pytest.mark.parametrize("name", ["causal documents", "a window on both sides", "prefixes", "queries that see nothing"])
+def test_gradients_of_the_kernel_are_those_of_the_formula(registered, name) -> None:
+    leaves = [each.requires_grad_() for each in tensors()]
+    exact = [each.detach().double().requires_grad_() for each in leaves]
+    query, key, value = exact[0], *(each.repeat_interleave(2, dim=1) for each in exact[1:])
+    sizes = 2, HEADS, TOKENS, TOKENS
+    seen = masks("cpu")[name](
+        *(torch.arange(n).view(*(-1 if i == d else 1 for d in range(4))) for i, n in enumerate(sizes))
+    )
+    scores = (query @ key.mT / 4).masked_fill(~seen, -1e300)
+    (scores.softmax(-1).masked_fill(~seen, 0.0) @ value).sin().sum().backward()
+    mask = block_mask(masks("npu")[name], "npu")
+    npu_counts.reset()
+    flex_attention(*(leaf.npu() for leaf in leaves), block_mask=mask, enable_gqa=True).sin().sum().backward()
+    assert npu_counts.read()[ATTENTION] == npu_counts.read()["npu_fusion_attention_grad_v3"] == 1
+    for leaf, other in zip(leaves, exact):
+        assert_each_near(leaf.grad, other.grad.float(), 2e-5)  # sums of up to 800 terms in float32
+
+
+def test_a_query_of_scores_that_sees_nothing_gives_zero_and_values_have_their_own_size(registered, plain) -> None:
+    query, key, value = tensors()
+    given = query, key, torch.cat([value, value.flip(2)], dim=-1)
+    function = lambda s, b, h, q, k: torch.where((q >= k) & (q > 3), 2 * torch.tanh(s) + 0.01 * k, -math.inf)  # noqa: E731
+    found = flex_attention(*(each.npu() for each in given), function, enable_gqa=True)
+    assert_near(found, plain(*given, score_mod=function).float())
+    assert not found[:, :, :4].any()
+
+
+def test_a_compiled_module_that_makes_its_functions_computes_as_before(registered) -> None:
+    """Its parameter, which the function reads, has the same gradient."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.linspace(-1, 1, 2 * TOKENS))
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, TOKENS, TOKENS, device=query.device)
+            biased = lambda s, b, h, q, k: s + self.bias[q - k + TOKENS]  # noqa: E731
+            return 2 * flex_attention(2 * query, key, value, biased, mask, enable_gqa=True)
+
+    found = []
+    for compiled in (False, True):
+        module = Attention().npu()
+        run = torch.compile(module, backend="eager") if compiled else module
+        result = run(*(tensor.npu() for tensor in tensors()))
+        result.sin().sum().backward()
+        found.append((result.detach().cpu(), module.bias.grad.cpu()))
+    assert_near(found[1][0], found[0][0])
+    assert found[0][1].abs().max() > 0.1
+    assert_near(found[1][1], found[0][1])
+
+
 def test_a_compiled_function_and_other_devices_compute_as_before(registered, plain) -> None:
     given = tensors()
     expected = plain(*given, block_mask=block_mask(masks("cpu")["causal"], "cpu"))
@@ -202,6 +320,20 @@ def test_a_compiled_function_and_other_devices_compute_as_before(registered, pla
     assert_near(found, expected.float())
     on_cpu = flex_attention(*given, block_mask=block_mask(masks("cpu")["causal"], "cpu"), enable_gqa=True)
     assert_near(on_cpu, expected.float())
+
+
+def test_the_recipe_computes_attention_within_documents(registered) -> None:
+    found: dict[str, Any] = {}
+    npu_counts.reset()
+    exec(pages.read(pages.DOCS / "recipes.md").code("flex_attention"), found)
+    assert npu_counts.read()[ATTENTION] == 1
+    query, key, value = (found[name].cpu().float() for name in ("query", "key", "value"))
+    places = torch.arange(1024)
+    seen = (places[:, None] // 128 == places // 128) & (places[:, None] >= places)
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, seen)
+    assert_each_near(found["output"].float(), expected, 2**-8)  # rounded to bfloat16, weights too
+    described = block_masks.describe_block_mask(found["mask"])
+    assert described.structure.sequence_ids is not None
 
 
 def test_unregister_puts_the_function_back_where_it_was() -> None:
@@ -216,7 +348,9 @@ def test_unregister_puts_the_function_back_where_it_was() -> None:
 REFUSED = {
     "a square": lambda s, b, h, q, k: s * s,
     "a scale by position": lambda s, b, h, q, k: s * (1 + q / 100),
+    "a scale in one place": lambda s, b, h, q, k: torch.where((q == 71) & (k == 33), 2 * s, s),
     "a scale of some": lambda s, b, h, q, k: torch.where(q >= k, s, s / 2),
+    "a bias that is capped": lambda s, b, h, q, k: 3 * torch.tanh((s + 0.01 * q) / 3),
     "another cap": lambda s, b, h, q, k: torch.clamp(s, -3, 3),
     "no number": lambda s, b, h, q, k: s.log(),
 }
@@ -225,20 +359,34 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_functions_of_scores_are_refused(registered, name) -> None:
     given = [tensor.npu() for tensor in tensors()]
-    with pytest.raises(ValueError, match=r"flex_attention: .* this one does more: compute scores with"):
+    with pytest.raises(ValueError, match=r"flex_attention: .* this one does more: flex_attention.__wrapped__ is"):
         flex_attention(*given, REFUSED[name], enable_gqa=True)
 
 
-def test_a_cap_that_is_learned_heads_and_normalisers_are_refused(registered) -> None:
+def test_a_cap_that_is_learned_heads_sizes_and_normalisers_are_refused(registered) -> None:
     query, key, value = (tensor.npu() for tensor in tensors())
     cap = torch.tensor(3.0, device="npu", requires_grad=True)
-    with pytest.raises(ValueError, match="may learn nothing beside a cap: compute scores with"):
+    with pytest.raises(ValueError, match="may learn nothing beside a cap: flex_attention"):
         flex_attention(query, key, value, lambda s, b, h, q, k: cap * torch.tanh(s / cap), enable_gqa=True)
     with pytest.raises(ValueError, match="4 heads of query and 2 of key need enable_gqa=True"):
         flex_attention(query, key, value)
+    mask = block_mask(masks("npu")["causal"], "npu", queries=100)
+    with pytest.raises(ValueError, match="block_mask is for 100 queries and 200 keys, got 200 and 200"):
+        flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
     for option in ({"return_lse": True}, {"return_aux": AuxRequest(lse=True)}):
-        with pytest.raises(ValueError, match="return_lse and return_aux are not supported: compute scores with"):
+        with pytest.raises(ValueError, match="return_lse and return_aux are not supported: flex_attention"):
             flex_attention(query, key, value, enable_gqa=True, **option)
+
+
+def test_what_is_refused_is_left_to_torchs_own_as_the_sentence_says(registered) -> None:
+    """It has a result and a normaliser on an NPU where it is not compiled."""
+    query, key, value = (tensor.npu() for tensor in tensors())
+    key, value = (each.repeat_interleave(2, dim=1) for each in (key, value))
+    square = REFUSED["a square"]
+    found, lse = torch_flex_attention.flex_attention.__wrapped__(query, key, value, square, return_lse=True)
+    scores = (query.cpu().double() @ key.cpu().double().mT / 4) ** 2
+    assert_near(lse, scores.logsumexp(-1).float())
+    assert_near(found, (scores.softmax(-1) @ value.cpu().double()).float())
 
 
 # ---- in models -------------------------------------------------------------------------------------------------------

@@ -15,9 +15,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-# of the sigmoid, which is 0 in float32 from there on: what is below may overflow when it is scaled
-_LEAST_LOGIT = -128.0
-
 
 def has_clipped_swiglu() -> bool:
     """Tell whether torch_npu has ``npu_clipped_swiglu``, which 2.6.0, 2.7.1 and 2.8.0 do not have."""
@@ -56,7 +53,9 @@ def clipped_swiglu_gradient(
     if interleaved:  # each operator would copy what it reads from between other values: one copy serves them all
         gate, up = gate_up.unflatten(-1, (-1, 2)).movedim(-1, 0).contiguous()
     clipped = gate.new_empty(2, *gate.shape)
-    torch.clamp(gate, _LEAST_LOGIT / alpha, limit, out=clipped[0])
+    # the sigmoid of -128 is 0 in float32, and what is below may overflow when it is scaled; a compiler takes a number
+    # with a name in the module for an input, which it cannot add in a backward
+    torch.clamp(gate, -128.0 / alpha, limit, out=clipped[0])
     torch.clamp(up, -limit, limit, out=clipped[1])
     if alpha != 1:
         clipped[0].mul_(alpha)
@@ -66,11 +65,15 @@ def clipped_swiglu_gradient(
     if alpha != 1:
         found[1].div_(alpha)
     del clipped
-    d_gate_up, end = torch.empty_like(gate_up), _next(limit, gate_up.dtype) if _CLAMP_KEEPS_LIMIT else limit
+    end = _next(limit, gate_up.dtype) if _CLAMP_KEEPS_LIMIT else limit
+    keep_within = torch.ops.aten.hardtanh_backward
+    if torch.compiler.is_compiling():  # it would take the sizes for numbers where it writes between other values
+        parts = keep_within(found[0], gate, -math.inf, end), keep_within(found[1], up, -end, end)
+        return torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    d_gate_up = torch.empty_like(gate_up)
     d_gate, d_up = gate_and_up(d_gate_up, interleaved)
-    keep_within = torch.ops.aten.hardtanh_backward.grad_input
-    keep_within(found[0], gate, -math.inf, end, grad_input=d_gate)
-    keep_within(found[1], up, -end, end, grad_input=d_up)
+    keep_within.grad_input(found[0], gate, -math.inf, end, grad_input=d_gate)
+    keep_within.grad_input(found[1], up, -end, end, grad_input=d_up)
     return d_gate_up
 
 

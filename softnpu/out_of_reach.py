@@ -78,8 +78,7 @@ REFUSED: dict[str, str] = {
         npu_nsa_select_attention_grad npu_nsa_select_attention_infer npu_qkv_rms_norm_rope_cache
         npu_qkv_rms_norm_rope_cache_functional npu_recurrent_gated_delta_rule
         npu_recurrent_gated_delta_rule_functional npu_scatter_pa_cache.value npu_scatter_pa_kv_cache
-        npu_scatter_pa_kv_cache_functional
-        npu_sparse_lightning_indexer_grad_kl_loss""",
+        npu_scatter_pa_kv_cache_functional""",
     UNWRITTEN: """
         npu_apply_adam npu_apply_adam_w npu_attn_softmax_ npu_attn_softmax_backward_
         npu_bert_apply_adam npu_bert_apply_adam.out npu_fused_cross_entropy_loss_with_max_sum

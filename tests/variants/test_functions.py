@@ -22,6 +22,7 @@ OTHERS = {
     "alignment",
     "expert_activation",
     "expert_lists",
+    "indexer_loss",
     "layers",
     "packing",
     "read_together",

@@ -1,8 +1,8 @@
-"""An autograd function around ``npu_fusion_attention``, for deterministic gradients and for gradients of sinks."""
+"""Derivatives of ``npu_fusion_attention``: deterministic gradients, those of sinks, and second derivatives in torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -10,9 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention_spec import AttentionSpec
-from .fusion_attention import OperatorMask, as_host_tensor, launch, launch_with_statistics, takes_tensor_lengths
+from .._common.derivatives import gradients
+from .._common.second_order import let_differentiate
+from ..attention_spec import AttentionSpec, SequenceEnds
+from .fusion_attention import (
+    OperatorMask,
+    as_host_tensor,
+    launch,
+    launch_with_statistics,
+    masking_from_arguments,
+    takes_tensor_lengths,
+)
 from .limits import needs_gradient
+from .reference import reference_attention, reference_varlen_attention
 
 
 def launch_differentiable(
@@ -79,7 +89,7 @@ class FusionAttention(torch.autograd.Function):
         heads = query.shape[2 if layout == "BSND" else 1]
         _, sparse_mode, pre_tokens, next_tokens, inner_precise = operator_mask
         scale, keep_prob, grad = spec.scale, 1.0 - spec.dropout, grad.contiguous()
-        # for a second derivative all gradients are computed together in torch: double_backward.py
+        # for a second derivative all gradients are computed together in torch, by _gradients_in_torch
         sink_argument = sink if torch.is_grad_enabled() else None
         # fmt: off
         with _deterministic() if spec.deterministic else nullcontext():
@@ -157,3 +167,48 @@ def _deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+def register_double_backward() -> None:
+    """Make the gradients of ``npu_fusion_attention`` differentiable, where torch_npu is installed."""
+    for name in ("npu_fusion_attention_grad", "npu_fusion_attention_grad_v3"):
+        if hasattr(torch.ops.npu, name):
+            let_differentiate(getattr(torch.ops.npu, name).default, 3, _gradients_in_torch)
+
+
+def _gradients_in_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad: Tensor,
+    heads: int,
+    layout: str,
+    *,
+    pse: Tensor | None = None,
+    atten_mask: Tensor | None = None,
+    scale_value: float = 1.0,
+    keep_prob: float = 1.0,
+    actual_seq_qlen: Sequence[int] | Tensor | None = None,
+    actual_seq_kvlen: Sequence[int] | Tensor | None = None,
+    sink: Tensor | None = None,
+    **rest: Any,
+) -> tuple[Tensor | None, ...] | str:
+    """Compute what the gradient operators do, with all scores in memory; or return the reason why this cannot."""
+    masking = masking_from_arguments(atten_mask, **rest)
+    if keep_prob < 1:
+        return "attention with dropout has no second derivative: only the operator knows which weights it left out"
+    if masking is None or pse is not None or layout not in ("BNSD", "BSND", "TND"):
+        return f"npu_fusion_attention has no second derivative in layout {layout} with this pse, prefix or sparse_mode"
+    ends, key_ends = (tuple(map(int, e)) if e is not None else () for e in (actual_seq_qlen, actual_seq_kvlen))
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> Tensor:
+        spec = AttentionSpec(scale_value, sink=sink)
+        if layout == "TND":
+            return reference_varlen_attention(query, key, value, SequenceEnds(ends, key_ends), masking, spec)
+        if layout == "BNSD":
+            return reference_attention(query, key, value, masking, spec).transpose(1, 2)
+        return reference_attention(*(tensor.transpose(1, 2) for tensor in (query, key, value)), masking, spec)
+
+    *found, d_sink = gradients(attention, (query, key, value, sink), (True, True, True, sink is not None), grad)
+    nothing = query.new_empty(0)
+    return *found, nothing, nothing if d_sink is None else d_sink

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,6 +23,7 @@ LATENT_SIZE, ROPE_SIZE = 512, 64  # MLA's kv_lora_rank and qk_rope_head_dim, the
 LATENT_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)  # numbers of query heads over latents
 _INDEXER_HEAD_SIZE = 128
 _TOP_K = (*range(1, 2049), *range(3072, 8193, 1024))  # how many keys an indexer may choose
+MOST_LOSS_QUERIES = 8192  # of npu_sparse_lightning_indexer_grad_kl_loss
 MOST_COPIED_BATCHES = 10239  # npu_moe_init_routing_v2 takes one expert more: op-plugin's page of that name
 MOST_TOKENS = 2**20  # of a sequence, or of all packed ones
 MOST_SEQUENCES = 1024  # packed in one launch
@@ -94,6 +97,36 @@ def reads_chosen_in_place(query: Tensor, latents: Tensor, rope: Tensor) -> bool:
         and query.numel() > 0
         and not is_distributed(query, latents, rope)
         and hasattr(torch.ops.npu, "npu_sparse_flash_attention")
+    )
+
+
+def is_fused_indexer_loss(
+    query: Tensor, key: Tensor, index_query: Tensor, index_key: Tensor, weights: Tensor, mask: Any, indices: Tensor
+) -> bool:
+    """Tell whether ``npu_sparse_lightning_indexer_grad_kl_loss`` takes what ``indexer_loss`` gets.
+
+    Its limits (Atlas A2 and A3): op-plugin, docs/zh/custom_APIs/torch_npu/
+    torch_npu-npu_sparse_lightning_indexer_grad_kl_loss.md. It takes weights in float32 from CANN 9.0 on:
+    ops-transformer 9.0.0, sparse_lightning_indexer_grad_kl_loss_def.cpp. It looks for no -1 among indices, and reads as
+    many as causal attention has keys: op_kernel there, ``GetS2SparseLen``.
+    """
+    (batch, queries, heads, _), (_, keys, groups, size), count = query.shape, key.shape, indices.shape[-1]
+    return (
+        CANN >= (9, 0)
+        and (groups, size) == (1, LATENT_SIZE + ROPE_SIZE)
+        and reads_chosen_in_place(query, key[:, :, 0, :LATENT_SIZE], key[:, :, 0, LATENT_SIZE:])
+        and query.dtype == index_query.dtype == index_key.dtype
+        and heads in (32, 64, 128)
+        and index_query.shape[2] in (8, 16, 32, 64)
+        and index_key.shape[2] == _INDEXER_HEAD_SIZE
+        and batch <= 256
+        and queries <= keys <= 2**17
+        and count <= 8192
+        and (count >= keys or count % 1024 == 0)
+        and not isinstance(mask, Tensor)
+        and mask.is_causal(queries, keys)
+        and not is_distributed(index_query, index_key, weights)
+        and hasattr(torch.ops.npu, "npu_sparse_lightning_indexer_grad_kl_loss")
     )
 
 

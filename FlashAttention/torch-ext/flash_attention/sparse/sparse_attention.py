@@ -211,7 +211,7 @@ def _query_blocks(
         scores = (block_query.float() @ gathered.float().mT).mul_(
             scale
         )  # rounded to 16 bits they are further from float64
-        block_mask = _gather_mask(mask_slice(mask, begin, end, query), chosen).flatten(0, 1)
+        block_mask = gather_mask(mask_slice(mask, begin, end, query), chosen).flatten(0, 1)
         weights = softmax_with_sink(mask_scores(scores, block_mask.unsqueeze(1)).unsqueeze(2), sink).squeeze(2)
         yield _QueryBlock(slice(begin, end), flat_indices, gathered, block_query, weights)
 
@@ -247,11 +247,11 @@ def _visible_chosen(mask: MaskDescription | Tensor, indices: Tensor) -> Tensor:
     parts = []
     for begin, end in blocks_in_budget(indices.shape[1], 4 * len(indices) * indices.shape[-1]):
         chosen = indices[:, begin:end].long()
-        parts.append(_gather_mask(mask_slice(mask, begin, end, chosen), chosen))
+        parts.append(gather_mask(mask_slice(mask, begin, end, chosen), chosen))
     return torch.cat(parts, dim=1)
 
 
-def _gather_mask(mask: Tensor, chosen: Tensor) -> Tensor:
+def gather_mask(mask: Tensor, chosen: Tensor) -> Tensor:
     """Gather a mask, ``[B or 1, T, S_k]``, at chosen keys, ``[B, T, k]``.
 
     A bool one is gathered in float16: CANN gathers bool, and much of uint8, on an AI CPU (ops-nn, gather_elements.cpp).

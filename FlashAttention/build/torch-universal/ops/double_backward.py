@@ -1,1 +1,0 @@
-../../../torch-ext/flash_attention/ops/double_backward.py

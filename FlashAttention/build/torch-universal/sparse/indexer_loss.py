@@ -1,0 +1,1 @@
+../../../torch-ext/flash_attention/sparse/indexer_loss.py

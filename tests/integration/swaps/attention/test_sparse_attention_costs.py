@@ -94,6 +94,26 @@ def test_training_under_autocast_holds_what_grows_with_tokens_alone() -> None:
     assert peaks[1] <= 2 * peaks[0]
 
 
+def test_the_loss_of_an_indexer_at_32k_tokens() -> None:
+    """Loss and gradients of a layer hold less than the scores of one head in float32, in launches of 8,192 queries."""
+    kernel = kernels_ext_npu.load("FlashAttention")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        heads, size, index_heads, index_size, chosen = 128, 576, 64, 128, 2048
+        shapes = (heads, size), (1, size), (index_heads, index_size), (index_size,), (index_heads,)
+        given = [torch.zeros(1, TOKENS, *shape, dtype=torch.bfloat16, device="npu") for shape in shapes]
+        indexer = [tensor.requires_grad_() for tensor in given[2:]]
+        indices = torch.zeros(1, TOKENS, chosen, dtype=torch.int32, device="npu")
+        mask = kernel.attention_mask(1, TOKENS, TOKENS, device="npu", allow_is_causal_skip=False)
+        counting = Counting(KnownValues(), SOCS["910b3"], None)
+        counting.memory.exclude([*given, indices])
+        with counting:
+            kernel.indexer_loss(*given, mask, size**-0.5, indices).backward()
+    assert all(tensor.grad is not None for tensor in indexer)
+    assert counting.counts().waits == 0
+    assert counting.counts().peak <= 4 * TOKENS**2
+    assert counting.launches["npu_sparse_lightning_indexer_grad_kl_loss"] == TOKENS // 8192
+
+
 def fake_attention(config: DeepseekV32Config, dtype: torch.dtype = torch.bfloat16) -> DeepseekV32Attention:
     """Make an attention on the NPU, inside a FakeTensorMode."""
     before = torch.get_default_dtype()

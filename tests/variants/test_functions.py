@@ -22,7 +22,6 @@ OTHERS = {
     "alignment",
     "expert_activation",
     "expert_lists",
-    "indexer_loss",
     "layers",
     "packing",
     "read_together",

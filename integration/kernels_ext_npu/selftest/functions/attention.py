@@ -167,6 +167,21 @@ def _exact_to_chosen(q: Tensor, latents: Tensor, rope: Tensor) -> Tensor:
     return torch.einsum("bqnk,bkr->bqnr", scores.softmax(-1), latents)
 
 
+def _indexer_loss(f: Callable, q: Tensor, k: Tensor, *indexer: Tensor) -> Tensor:
+    """Compute the loss of an indexer that has chosen all keys."""
+    indices = torch.arange(k.shape[1], dtype=torch.int32, device=q.device).expand(*q.shape[:2], -1)
+    return f(q, k, *indexer, _causal_mask(f, q, k), LATENT_SCALE, indices, LATENT_SCALE)
+
+
+def _exact_indexer_loss(q: Tensor, k: Tensor, index_q: Tensor, index_k: Tensor, w: Tensor) -> Tensor:
+    hidden = ~_seen(q, k)
+    paid = torch.einsum("bqnd,bkd->bnqk", q, k.squeeze(2)) * LATENT_SCALE
+    paid = paid.masked_fill(hidden, -torch.inf).softmax(-1).mean(1).detach()
+    scores = torch.einsum("bqhd,bkd->bqhk", index_q, index_k).mul(LATENT_SCALE).relu()
+    log = torch.einsum("bqh,bqhk->bqk", w, scores).masked_fill(hidden, -torch.inf).log_softmax(-1)
+    return torch.nn.functional.kl_div(log.masked_fill(hidden, 0), paid, reduction="sum")
+
+
 _function = partial(Function, "FlashAttention")
 _causal = partial(attention, scale=SCALE, causal=True)
 _packed = partial(packed, lengths=[5, 7], key_lengths=[5, 7], scale=SCALE, causal=True)
@@ -216,6 +231,12 @@ FUNCTIONS = (
         )
     ),
     _function("attend_chosen", _to_chosen, _exact_to_chosen, drawn((1, 9, 4, 576), (1, 13, 512), (1, 13, 64))),
+    _function(
+        "indexer_loss",
+        _indexer_loss,
+        _exact_indexer_loss,
+        drawn((1, 9, 32, 576), (1, 13, 1, 576), (1, 9, 8, 128), (1, 13, 128), (1, 9, 8)),
+    ),
     _function("attention_forward", _attend, _causal, drawn(*HEADS)),
     *(
         _function(

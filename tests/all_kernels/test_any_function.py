@@ -28,10 +28,10 @@ PRODUCTS = OPERATORS | {"lora_pair", "patch_embedding"}
 ANY_DTYPE = PRODUCTS | {"attention_mask", "linear_recurrence"}
 # nodes that write into what they have, or launch what torch has no rule for, and have no formula that fits into memory
 ONE_AT_A_TIME = {
-    *("attend_chosen", "chunk_gated_delta_rule", "chunk_kda", "linear_recurrence", "selective_scan_fn"),
+    *("attend_chosen", "indexer_loss", "chunk_gated_delta_rule", "chunk_kda", "linear_recurrence", "selective_scan_fn"),
     *("lora_linear", "lora_linears", "lora_pair"),
 }
-ANY_DEVICE = PRODUCTS | {"lora_linear", "lora_linears", "attention_mask", "top_k_keys", "attend_chosen"}
+ANY_DEVICE = PRODUCTS | {"lora_linear", "lora_linears", "attention_mask", "top_k_keys", "attend_chosen", "indexer_loss"}
 
 
 def each_function(*but: str) -> pytest.MarkDecorator:

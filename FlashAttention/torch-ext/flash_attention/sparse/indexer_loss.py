@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .._common.arguments import narrowed
 from .._common.autocast import without_autocast
 from .._common.second_order import differentiable_once
 from ..masks.mask_description import MaskDescription
@@ -68,7 +69,7 @@ def indexer_loss(
     """
     _check(query, key, index_query, index_key, weights, mask, indices)
     query, key, index_query, index_key = in_autocast_dtype(query, key, index_query, index_key)
-    indexer = index_query, index_key, weights
+    query, key, *indexer = (narrowed(tensor) for tensor in (query, key, index_query, index_key, weights))
     is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in indexer)
     options = mask, scale, indices, index_scale, counted, is_trained
     with without_autocast(query):

@@ -27,8 +27,8 @@ _REENTRANT = (
     'gradient_checkpointing_kwargs={"use_reentrant": False}'
 )
 _NOT_SERVED = (
-    "the kernel computed no indexer in this forward: it was compiled, not on the NPU, or its sequences are split over "
-    "cards; remove() ends the training of indexers"
+    "the kernel computed no indexer in this forward: it was compiled, not on the NPU, asked for weights of attention, "
+    "or its sequences are split over cards; remove() ends the training of indexers"
 )
 _PASSED_BY = (
     "a layer was computed, but the forward of the module that train_indexer() was called for was not; "
@@ -129,7 +129,7 @@ class IndexerTraining:
     def compare(self, kernel: Any, module: Any, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> None:
         """Compute the loss of a layer from its attention: of ``[B, N, S_q, D]`` and ``[B, N, S_k, D]``."""
         projected = self._projected.pop(module.indexer, None)
-        if projected is None:  # a call that asks for weights attends twice
+        if projected is None:  # the indexer was not computed by the kernel
             return
         if self._losses is None and torch._C._current_graph_task_id() == _NO_BACKWARD:  # nor is it computed again
             raise RuntimeError(f"train_indexer: {_PASSED_BY}")

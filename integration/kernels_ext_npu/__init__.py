@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kernels_ext_npu.lifecycle.kernelize import kernelize, restore
     from kernels_ext_npu.lifecycle.register import register, unregister
     from kernels_ext_npu.reporting.report import Report, report
+    from kernels_ext_npu.swaps.attention.indexer_training import train_indexer
     from kernels_ext_npu.swaps.decision import Row
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "register",
     "report",
     "restore",
+    "train_indexer",
     "unregister",
 ]
 
@@ -39,6 +41,7 @@ _MODULES = {
     "register": "lifecycle.register",
     "report": "reporting.report",
     "restore": "lifecycle.kernelize",
+    "train_indexer": "swaps.attention.indexer_training",
     "unregister": "lifecycle.register",
 }
 

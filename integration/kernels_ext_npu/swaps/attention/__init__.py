@@ -102,6 +102,7 @@ def find(view: View) -> Iterator[Decision]:
 def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
     """Say of attention that the kernel computes what is not as fast as it could be, or not as without kernels."""
     found = {d: _remark(view.model, d.path, d.module) for d in served if d.kind == ATTENTION.in_models}
+    found |= {d: indexers.remark(d.module) for d in served if d.kind == INDEXERS.in_models}
     return {decision: remark for decision, remark in found.items() if remark is not None}
 
 
@@ -128,9 +129,10 @@ def revert(view: View) -> None:
     calling = [cls for cls, facts in view.facts.items() if facts.names_attention]
     modules = [module for _, module in view.instances(calling) if eligibility.calls_by_name(module)]
     attn_implementation.take_out(_models(view), modules)
-    indexers = view.instances([cls for cls, facts in view.facts.items() if facts.is_indexer])
-    for module in (*modules, *(module for _, module in indexers)):
+    choosing = view.instances([cls for cls, facts in view.facts.items() if facts.is_indexer])
+    for module in (*modules, *(module for _, module in choosing)):
         setattr(module, eligibility.KERNEL_DISABLED, True)
+        indexers.end_training(module)
     for model in _models(view):
         eligibility.note_restored(model.config)
 

@@ -233,6 +233,8 @@ def attend(
     if attention_mask is None and eligibility.is_eager_by_default(type(getattr(module, "config", None))):
         kwargs["is_causal"] = False  # its formula masks by a mask alone
     kernel = registration.package(NPU_FLASH_ATTENTION.repository)
+    if (training := indexers.trained_by(module)) is not None:
+        training.compare(kernel, module, query, key, attention_mask, kwargs)
     given = query, key, value, attention_mask, kwargs
     if (chosen := mla_absorb.latents_for_chosen_keys(*given, kernel.reads_chosen_in_place)) is not None:
         options = kwargs["indices"], kwargs["scaling"], kwargs.get("s_aux")

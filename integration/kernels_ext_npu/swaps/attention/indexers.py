@@ -24,6 +24,7 @@ from kernels_ext_npu.transformers_internals import cache_in, cache_parameter
 
 _LONG = 8192  # a prompt of more tokens is computed in parts
 _AT_A_TIME = 1024  # tokens of a part
+TRAINING = "_kernels_ext_npu_indexer_training"  # an attribute that train_indexer() sets on modules
 _PER_CALL = (bool, int, float, str, type(None))  # types of arguments that are the same for every part
 
 
@@ -63,6 +64,31 @@ def hands_on(module: nn.Module) -> bool:
     return indexer is None or (is_indexer(indexer) and _uses_kernel(indexer))
 
 
+def trained_by(module: nn.Module) -> Any:
+    """Return what trains the indexer of a module, or the module itself, in this call; None where nothing does.
+
+    Raises:
+        RuntimeError: it is trained, but its gradients are off, as in a reentrant checkpoint.
+    """
+    training = vars(module).get(TRAINING) if module.training else None
+    if training is None:
+        return None
+    training.check_gradients()
+    return training if torch.is_grad_enabled() else None
+
+
+def remark(module: nn.Module) -> str | None:
+    """Return that an indexer is trained; None where it is not."""
+    training = vars(module).get(TRAINING)
+    return training and f"trained by the loss of train_indexer(), times {training.coefficient:g}"
+
+
+def end_training(module: nn.Module) -> None:
+    """End the training of the indexers of a model of which this module is part, if there is one."""
+    if (training := vars(module).get(TRAINING)) is not None:
+        training.remove()
+
+
 def without_unchosen(mask: Tensor, indices: Tensor) -> Tensor:
     """Return a mask, ``[B, 1, S_q, S_k]``, without the keys that were not chosen for a query."""
     chosen = torch.zeros(len(indices), *mask.shape[-2:], dtype=torch.uint8, device=mask.device)
@@ -71,8 +97,11 @@ def without_unchosen(mask: Tensor, indices: Tensor) -> Tensor:
 
 
 def _choose(ours: FunctionType, original: Callable, self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    forward = ours if _is_on_npu(args, kwargs) and _uses_kernel(self) else original
-    return forward(self, *args, **kwargs)
+    if not (_is_on_npu(args, kwargs) and _uses_kernel(self)):
+        return original(self, *args, **kwargs)
+    if (training := trained_by(self)) is not None:
+        return training.choose(registration.package(NPU_FLASH_ATTENTION.repository), self, args, kwargs)
+    return ours(self, *args, **kwargs)
 
 
 def _hand_on(ours: FunctionType, original: Callable, self: nn.Module, *args: Any, **kwargs: Any) -> Any:

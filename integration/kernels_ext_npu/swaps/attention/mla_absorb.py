@@ -127,7 +127,7 @@ class Latents:
         """
         nope, rope, weight = self.cast
         by_head = HeadProducts(weight, self.module.qk_nope_head_dim, query)
-        absorbed, rotated = self._absorbed(query, by_head)
+        absorbed, rotated = self.absorbed(query, by_head)
         return _expand_values(attend(absorbed, nope, nope, (rotated, rope)), by_head)
 
     def attend_chosen(
@@ -142,11 +142,11 @@ class Latents:
                 rows = mask[:, :, begin:end] if isinstance(mask, Tensor) else mask.mask_slice(begin, end)
             part = query[:, :, begin:end]
             by_head = HeadProducts(weight, self.module.qk_nope_head_dim, part)
-            few = torch.cat(self._absorbed(part, by_head), dim=-1).transpose(1, 2)
+            few = torch.cat(self.absorbed(part, by_head), dim=-1).transpose(1, 2)
             parts.append(_expand_values(attend(few, latents, rope, indices[:, begin:end], rows, *options), by_head))
         return torch.cat(parts, dim=1)
 
-    def _absorbed(self, query: Tensor, by_head: HeadProducts) -> tuple[Tensor, Tensor]:
+    def absorbed(self, query: Tensor, by_head: HeadProducts) -> tuple[Tensor, Tensor]:
         """Return the absorbed queries, ``[B, N, S_q, R]``, and their rotated part, ``[B, N, S_q, R_r]``."""
         split, query = self.module.qk_nope_head_dim, query.to(self.dtype)
         absorbed = by_head.absorb(query[..., :split].transpose(0, 1).flatten(1, 2))

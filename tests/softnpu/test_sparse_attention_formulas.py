@@ -1,4 +1,4 @@
-"""npu_lightning_indexer and npu_sparse_flash_attention against float64."""
+"""npu_lightning_indexer, its loss, and npu_sparse_flash_attention against float64."""
 
 import pytest
 import torch
@@ -119,3 +119,35 @@ def test_attention_is_to_chosen_keys_and_so_is_its_gradient(mode: int) -> None:
         return scores.softmax(-1) @ v[:, None, :, 0]
 
     assert_float64s(attend, exact, (q, k, k, q_rope, k_rope), 2**-7)  # rounded twice
+
+
+@pytest.mark.parametrize("keys", [9, 1030])  # all that a query sees, or 1024 of them
+def test_the_loss_of_an_indexer_and_its_gradients(keys: int) -> None:
+    generator, queries, heads, index_heads, count = torch.Generator().manual_seed(3), 3, 32, 8, 1024
+    shapes = (queries, heads, 512), (keys, 1, 512), (queries, heads, 64), (keys, 1, 64)
+    shapes += (queries, index_heads, 128), (keys, 1, 128), (queries, index_heads)
+    given = [torch.randn(1, *shape, generator=generator).bfloat16() for shape in shapes]
+    q, k, q_rope, k_rope, index_q, index_k, w = [each.double() for each in given]
+    chosen = torch.full((1, queries, 1, count), -1, dtype=torch.int32)
+    hidden = torch.ones(queries, keys, dtype=torch.bool)
+    for row in range(queries):
+        seen = torch.randperm(keys - queries + row + 1, generator=generator)[:count]
+        chosen[0, row, 0, : len(seen)] = seen
+        hidden[row, seen] = False
+    scores = torch.einsum("bqnd,bkd->bqnk", torch.cat((q, q_rope), -1), torch.cat((k, k_rope), -1)[:, :, 0]) * 0.05
+    scores = scores.masked_fill(hidden.unsqueeze(1), -torch.inf)
+    maximum, paid = scores.amax(-1), scores.softmax(-1).mean(2)
+    total = (scores - maximum.unsqueeze(-1)).exp().sum(-1)
+    indexer = [(0.1 * each).bfloat16().double().requires_grad_() for each in (index_q, index_k, w)]
+    products = torch.einsum("bqhd,bkd->bqhk", indexer[0], indexer[1][:, :, 0]).relu()
+    log = torch.einsum("bqh,bqhk->bqk", indexer[2], products).masked_fill(hidden, -torch.inf).log_softmax(-1)
+    wanted = torch.nn.functional.kl_div(log.masked_fill(hidden, 0), paid, reduction="sum")
+    wanted.backward()
+    leaves = [each.detach().bfloat16().npu() for each in indexer]
+    found = torch.ops.npu.npu_sparse_lightning_indexer_grad_kl_loss(
+        *(each.npu() for each in given[:2]), *leaves, chosen.npu(),
+        *(each.unsqueeze(1).float().npu() for each in (maximum, total)), 0.05,
+        query_rope=given[2].npu(), key_rope=given[3].npu(), sparse_mode=3,
+    )  # fmt: skip
+    for ours, truth in zip(found, (*(each.grad for each in indexer), wanted.detach()), strict=True):
+        assert (ours.cpu().double() - truth).norm() <= 2**-8 * truth.norm()  # rounded to bfloat16 once

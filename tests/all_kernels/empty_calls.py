@@ -138,6 +138,9 @@ def attention_cases() -> list[Case]:
     for rows, queries in ((0, 9), (1, 0)):
         shapes = (rows, queries, 4, 576), (rows, 13, 512), (rows, 13, 64)
         found.append(Case("attend_chosen", attention._to_chosen, attention._exact_to_chosen, shapes))
+        shapes = (rows, queries, 32, 576), (rows, 13, 1, 576), (rows, queries, 8, 128), (rows, 13, 128)
+        shapes += ((rows, queries, 8),)
+        found.append(Case("indexer_loss", attention._indexer_loss, attention._exact_indexer_loss, shapes))
     return found
 
 

@@ -280,7 +280,7 @@ def _blocks(
         if is_gathered:
             chosen = indices[:, begin:end].long()
             flat, sets = (chosen + first).flatten(), batch * (end - begin)
-            parts = (each.flatten(0, 1).index_select(0, flat).unflatten(0, (sets, -1)) for each in (key, index_key))
+            parts = (each.flatten(0, 1).index_select(0, flat).unflatten(0, (sets, count)) for each in (key, index_key))
             yield _Block(slice(begin, end), *parts, gather_mask(is_seen, chosen).flatten(0, 1).unsqueeze(1), flat)
             continue
         reach = mask.visible_keys(end, keys) if isinstance(mask, MaskDescription) else keys

@@ -101,6 +101,10 @@ class IndexerTraining:
             model.register_forward_hook(self._add, with_kwargs=True),
         ]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what a forward left: a copy of the model trains its own indexers."""
+        return vars(self) | {"loss": None, "_losses": None, "_padding": None, "_projected": {}}
+
     def remove(self) -> None:
         """Leave the model as it was."""
         for handle in self._handles:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -167,6 +169,9 @@ def test_where_the_loss_would_be_lost_a_forward_is_refused() -> None:
         ours(**on_npu(input_ids=IDS, labels=IDS))
     ours.gradient_checkpointing_disable()
     with pytest.raises(RuntimeError, match="computed no indexer"):
+        torch.compile(ours, backend="eager")(**on_npu(input_ids=IDS, labels=IDS))
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="computed no indexer"):
         ours.cpu()(input_ids=IDS, labels=IDS)
     training.remove()
     ours(input_ids=IDS, labels=IDS)
@@ -192,6 +197,24 @@ def test_evaluation_and_what_comes_after_it_are_as_before() -> None:
     assert loss == plain
     loss.backward()
     assert not any(".indexer." in name for name in gradients(ours))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_trains_its_own_indexers(way: Callable) -> None:
+    _, ours = models(NAMES[0])
+    training = kernels_ext_npu.train_indexer(ours)
+    ours(input_ids=IDS.npu())
+    other = way(ours)
+    assert training.loss is not None
+    loss = ours(**on_npu(input_ids=IDS, labels=IDS)).loss
+    found = other(**on_npu(input_ids=IDS, labels=IDS)).loss
+    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)  # sums of float32 over weights that lie elsewhere
+    training.remove()
+    assert ours(**on_npu(input_ids=IDS, labels=IDS)).loss < other(**on_npu(input_ids=IDS, labels=IDS)).loss
+    found.backward()
+    assert any(".indexer." in name for name in gradients(other))
+    kernels_ext_npu.restore(other)
+    assert other(**on_npu(input_ids=IDS, labels=IDS)).loss < found
 
 
 def test_it_begins_where_the_kernel_computes_indexers_and_ends_with_restore() -> None:

@@ -36,6 +36,7 @@ def models(name: str, dense: bool = False) -> tuple[PreTrainedModel, PreTrainedM
     for module in model.modules():
         if dense and hasattr(module, "index_topk"):
             module.index_topk = IDS.shape[1]
+    model.config.use_cache = ours.config.use_cache = False  # the formula runs indexers again
     return model.train(), ours.train()
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DistributedConfig
 
+import kernels_ext_npu
 from kernels_ext_npu.swaps.attention import mla_absorb
 from tests.distributed import engines
 from tests.support import zoo
@@ -22,14 +23,14 @@ PROMPTS = zoo.text(2, 9, torch.Generator().manual_seed(0))
 def run(folder: Path) -> dict[str, Any]:
     """The tokens of a generation, the gradients of a prompt, and how many heads of latents each attention had."""
     heads: list[int] = []
-    absorbed = mla_absorb.Latents._absorbed
+    absorbed = mla_absorb.Latents.absorbed
 
     def noted(self, query: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         heads.append(query.shape[1])
         return absorbed(self, query, *args)
 
     with engines.registered(True), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mla_absorb.Latents, "_absorbed", noted)
+        patch.setattr(mla_absorb.Latents, "absorbed", noted)
         patch.setattr(
             mla_absorb.Latents, "is_cheaper_for_chosen", lambda self, queries, count, _: count < self.nope.shape[2]
         )
@@ -69,3 +70,19 @@ def test_ranks_attend_to_latents_with_their_heads(two_ranks, tmp_path, name: str
         assert found["gradients"].keys() == gradients.keys()
         for each, gradient in gradients.items():
             assert (found["gradients"][each] - gradient).norm() <= TOLERANCE * size, each
+
+
+def refusal(folder: Path) -> str:
+    """What a forward says where indexers are to be trained."""
+    with engines.registered(True):
+        config = DistributedConfig(tp_plan="auto")
+        model = AutoModelForCausalLM.from_pretrained(folder, use_kernels=True, distributed_config=config).train()
+        kernels_ext_npu.train_indexer(model)
+        with pytest.raises(RuntimeError) as raised:
+            model(**{key: value.to(model.device) for key, value in PROMPTS.items()})
+    return str(raised.value)
+
+
+def test_indexers_are_not_trained_where_ranks_have_heads_of_their_own(two_ranks, tmp_path) -> None:
+    made("DeepseekV32ForCausalLM", index_n_heads=16)[0].save_pretrained(tmp_path)
+    assert all("tensor parallelism is not served" in said for said in two_ranks.run(refusal, tmp_path))

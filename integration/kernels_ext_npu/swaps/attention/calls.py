@@ -40,12 +40,12 @@ def npu_flash_attention(
     The weights, ``[B, N, S_q, S_k]``, are returned where ``output_attentions`` asks for them and nothing is packed.
     """
     guards.refuse_partial_sequence(module, NPU_FLASH_ATTENTION.name)
-    result = attend(module, query, key, value, attention_mask, *args, **kwargs)
+    result = _attend(module, query, key, value, attention_mask, *args, **kwargs)
     if not kwargs.get("output_attentions") or kwargs.get("cu_seq_lens_q") is not None:
         return result, None
     # with the identity matrix as values the result is the weights
     one_of_each = torch.eye(key.shape[2], dtype=value.dtype, device=value.device).expand(*key.shape[:2], -1, -1)
-    return result, attend(module, query, key, one_of_each, attention_mask, *args, **kwargs).transpose(1, 2)
+    return result, _attend(module, query, key, one_of_each, attention_mask, *args, **kwargs).transpose(1, 2)
 
 
 def npu_flash_attention_mask(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ def kernel_or_sdpa(
         if is_sdpa and attention_mask is None and causal and 1 < queries < key.shape[2]:
             # a prompt in a static cache: its first query stands at the first key, and the slots behind it are free
             key, value = key[:, :, :queries], value[:, :, :queries]
-        return attend(module, query, key, value, attention_mask, *args, **kwargs), None
+        return _attend(module, query, key, value, attention_mask, *args, **kwargs), None
     if is_sdpa and guards.exchanges_keys():
         guards.refuse_mask(module, attention_mask)
     if not (attention_mask is None or isinstance(attention_mask, Tensor)):
@@ -120,7 +120,7 @@ def kernel_or_flex(
         mask = block_masks.describe_block_mask(mask)
     if mask is None:  # the original asks no module whether it is causal
         kwargs["is_causal"] = False
-    return attend(module, query, key, value, mask, **kwargs), None
+    return _attend(module, query, key, value, mask, **kwargs), None
 
 
 def flex_attention(original: Callable, query: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -221,10 +221,9 @@ def preprocess(original: Callable, *args: Any, **kwargs: Any) -> tuple:
     return is_done, mask, packed, *sizes
 
 
-def attend(
+def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Compute attention by the kernel, ``[B, S_q, N, D_v]``, with whatever a model passes instead of all keys."""
     if guards.exchanges_keys() and (getattr(module, "is_causal", True) or kwargs.get("cu_seq_lens_q") is None):
         return guards.exchange().attend(module, query, key, value, attention_mask, *args, **kwargs)
     guards.refuse_sinks(query, kwargs.get("s_aux"))
@@ -233,19 +232,19 @@ def attend(
     if attention_mask is None and eligibility.is_eager_by_default(type(getattr(module, "config", None))):
         kwargs["is_causal"] = False  # its formula masks by a mask alone
     kernel = registration.package(NPU_FLASH_ATTENTION.repository)
-    if (training := indexers.trained_by(module)) is not None:
+    if "indices" in kwargs and (training := indexers.trained_by(module)) is not None:
         training.compare(kernel, module, query, key, attention_mask, kwargs)
     given = query, key, value, attention_mask, kwargs
     if (chosen := mla_absorb.latents_for_chosen_keys(*given, kernel.reads_chosen_in_place)) is not None:
         options = kwargs["indices"], kwargs["scaling"], kwargs.get("s_aux")
         return chosen.attend_chosen(kernel.attend_chosen, query, attention_mask, *options)
 
-    def call(query: Tensor, key: Tensor, value: Tensor, rotated: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, rotated: tuple[Tensor, Tensor] | None = None) -> Tensor:
         return kernel.attention_forward(module, query, key, value, attention_mask, *args, **kwargs, rotated=rotated)[0]
 
     if (few := mla_absorb.latents_for_few_queries(query, key, value, kwargs)) is not None:
-        return few.attend(call, query)
-    return call(query, mla_absorb.expanded(key), mla_absorb.expanded(value))
+        return few.attend(attend, query)
+    return attend(query, mla_absorb.expanded(key), mla_absorb.expanded(value))
 
 
 def _fits(mask: Any, query: Tensor, key: Tensor, paged_cache: Any) -> bool:

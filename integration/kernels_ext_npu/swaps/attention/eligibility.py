@@ -86,9 +86,11 @@ def refusal(module: nn.Module, device: str | None, dtype: torch.dtype, softcap: 
     """Return why the kernel does not compute the attention of a module here; None where it does."""
     if KERNEL_DISABLED in module.__dict__:
         return refusals.NOT_ASKED_FOR
+    reason = limit(module, dtype, softcap)
     # flex_attention has nothing better: what no operator computes is computed in torch
-    reason = None if names_flex(getattr(module, "config", None)) else limit(module, dtype, softcap)
-    return reason or (None if device in ("npu", None) else ELSEWHERE)
+    if reason is not None and not names_flex(getattr(module, "config", None)):
+        return reason
+    return None if device in ("npu", None) else ELSEWHERE
 
 
 def serves_config(config: PreTrainedConfig) -> bool:

@@ -142,7 +142,7 @@ class IndexerTraining:
         *indexer, index_scale = projected
         if isinstance(mask, Tensor) and mask.is_floating_point():  # it is added to scores
             mask = mask == 0
-        indices = None if self.dense else options.get("indices")
+        indices = None if self.dense else options["indices"]
         if indices is not None and indices.shape[-1] >= key.shape[2]:
             indices = None
         scale, queries, loss = options["scaling"], query.shape[2], torch.zeros((), device=query.device)

@@ -173,6 +173,8 @@ def test_where_the_loss_would_be_lost_a_forward_is_refused() -> None:
         torch.compile(ours, backend="eager")(**on_npu(input_ids=IDS, labels=IDS))
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match="computed no indexer"):
+        ours(**on_npu(input_ids=IDS, labels=IDS), output_attentions=True)
+    with pytest.raises(RuntimeError, match="computed no indexer"):
         ours.cpu()(input_ids=IDS, labels=IDS)
     training.remove()
     ours(input_ids=IDS, labels=IDS)

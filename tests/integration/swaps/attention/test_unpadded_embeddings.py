@@ -10,6 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.base.modules import Dense, Transformer
+from sentence_transformers.sentence_transformer.losses import (
+    CachedMultipleNegativesRankingLoss,
+    MultipleNegativesRankingLoss,
+)
+from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
@@ -20,15 +27,6 @@ from tests.support import checkpoints, npu_counts
 from tests.support.launches import ATTENTION
 from tests.support.nearness import assert_each_near
 from tests.support.zoo import randomise
-
-pytest.importorskip("sentence_transformers")
-from sentence_transformers import CrossEncoder, SentenceTransformer
-from sentence_transformers.base.modules import Dense, Transformer
-from sentence_transformers.sentence_transformer.losses import (
-    CachedMultipleNegativesRankingLoss,
-    MultipleNegativesRankingLoss,
-)
-from sentence_transformers.sentence_transformer.modules import Pooling
 
 pytestmark = pytest.mark.usefixtures("registered")
 NAMES = ["npu_flash_attention", "kernels-ext-npu/FlashAttention"]

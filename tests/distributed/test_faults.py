@@ -32,6 +32,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 rank = int(os.environ["LOCAL_RANK"])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which torchrun ends the others at once
 torch.npu.set_device(rank)
 dist.init_process_group("hccl", timeout=datetime.timedelta(seconds={TIMEOUT}))
 model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).npu()

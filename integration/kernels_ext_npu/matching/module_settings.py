@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -127,7 +128,8 @@ def names_read(cls: type[nn.Module], _: Any) -> frozenset[str]:
 def is_opaque(child: Any) -> bool:
     """Tell whether a child is called as it is: a projection, a dropout, or what has parameters of its own."""
     drops = isinstance(child, nn.Dropout) and child.p > 0
-    return drops or is_linear(child) or next(child.parameters(), None) is not None or any(child.buffers())
+    held = itertools.chain(child.parameters(), child.buffers())
+    return drops or is_linear(child) or next(held, None) is not None
 
 
 def is_linear(child: Any) -> bool:

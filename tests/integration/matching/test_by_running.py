@@ -36,6 +36,7 @@ from tests.integration.matching.other_peoples_norms import (
     MetaNorm,
     ResidualNorm,
 )
+from tests.support.served import rows
 
 SERVED = RMS_NORMS | LAYER_NORMS | GATED_NORMS | ACTIVATIONS | PLAIN_MLPS | LONGER_MLPS
 TORCH_OPERATORS = {
@@ -158,6 +159,20 @@ def test_what_surrounds_a_model_is_neither_seen_nor_changed(registered) -> None:
     assert [said(block)[0][1] for block in blocks] == [True, True]
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(torch.npu.get_rng_state(), npu_state)
+
+
+def test_a_child_with_nothing_but_tables_stands_in_no_way(registered) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.angles = MetaNorm(), nn.Module()
+            self.angles.register_buffer("table", torch.randn(4, WIDTH), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x) * self.angles.table
+
+    model = kernels_ext_npu.kernelize(Attention().to("npu"))
+    assert [(row.path, row.kernel) for row in rows(model) if row.swapped] == [("norm", "RMSNorm")]
 
 
 def test_a_module_without_numbers_that_is_there_for_something_else_is_not_run(registered) -> None:

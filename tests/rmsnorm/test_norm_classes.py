@@ -54,7 +54,10 @@ def test_results_and_gradients_are_the_originals(subtests, dtype, weight_dtype) 
                     assert_no_further(*([tensor] for tensor in each), slack=1e-3, least=1e-6)
 
 
-def test_torchs_own_norm_gives_what_it_gives() -> None:
-    """To 1e-6 of the norm, as above."""
-    norm, x = nn.RMSNorm(32, eps=1e-6), torch.randn(3, 2, 32)
-    assert_agree(results(*swapped(norm), x.npu()), results(norm, x), 1e-6)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("eps", [1e-6, None])
+def test_torchs_own_norm_gives_what_it_gives(eps: float | None, dtype: torch.dtype) -> None:
+    """To 1e-6 of the norm as above, or two roundings, of numbers so small that eps shows: that of 16 bits is 1e-3."""
+    norm, x = nn.RMSNorm(32, eps=eps).to(dtype), 1e-3 * torch.randn(3, 2, 32)
+    found, own = results(*swapped(norm), x.to("npu", dtype)), results(norm, x.to(dtype))
+    assert_agree(found, own, max(1e-6, 2 * torch.finfo(dtype).eps))

@@ -14,9 +14,10 @@ from ._common.second_order import let_differentiate
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # op-plugin 7.1.0, of CANN 8.2, torch_npu-npu_rms_norm.md: gamma is in the dtype of self; 7.2.0 has pairs with float32
 _WEIGHT_IN_FLOAT32 = CANN >= (8, 3)
+_EPS = torch.finfo(torch.float32).eps  # in which torch's rms_norm computes what is narrower
 
 
-def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
     """Compute ``hidden_states / sqrt(mean(hidden_states², -1) + eps) * weight`` in float32, rounded once.
 
     That is LlamaRMSNorm.forward of transformers, models/llama/modeling_llama.py, without its rounding in between. It is
@@ -28,7 +29,7 @@ def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor
     Args:
         hidden_states: ``[..., H]``, of a floating dtype.
         weight: ``[H]``, of a floating dtype, or None for a norm without one.
-        eps: added to the mean; 0.0 is legal.
+        eps: added to the mean; 0.0 is legal, and None is what torch's own rms_norm takes then: that of float32.
 
     Returns:
         ``[..., H]`` in the dtype of ``hidden_states``.
@@ -41,8 +42,10 @@ def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor
     return unchecked_rms_norm(hidden_states, weight, eps)
 
 
-def unchecked_rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def unchecked_rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
     """Compute :func:`rms_norm` of arguments that fit, as those of a module do: nothing is checked."""
+    if eps is None:
+        eps = _EPS
     if not is_rms_norm_fused(hidden_states, weight):
         if weight is not None and weight.dtype in _FUSED_DTYPES:
             weight = weight.float()  # exact, and legal beside every dtype
@@ -98,7 +101,7 @@ def unchecked_zero_centered_rms_norm(hidden_states: Tensor, weight: Tensor, eps:
     return unchecked_rms_norm(hidden_states, 1.0 + weight.float(), eps)
 
 
-def add_rms_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: float | None) -> tuple[Tensor, Tensor]:
     """Compute the norm of ``hidden_states + residual``, and the sum.
 
     It is one launch of ``npu_add_rms_norm`` where no gradient is needed; it rounds twice, to the sum's dtype before it
@@ -108,7 +111,7 @@ def add_rms_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: f
         hidden_states: ``[..., H]``, of a floating dtype.
         residual: ``[..., H]``, of the same shape.
         weight: ``[H]``, of a floating dtype.
-        eps: added to the mean.
+        eps: added to the mean; None as in :func:`rms_norm`.
 
     Returns:
         The norm and the sum, ``[..., H]`` each, in the dtype that the sum has.
@@ -124,6 +127,7 @@ def add_rms_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: f
             f"{list(hidden_states.shape)}"
         )
     if is_add_rms_norm_fused(hidden_states, residual, weight) and not needs_grad(hidden_states, residual, weight):
+        eps = _EPS if eps is None else eps
         normed, _, total = torch.ops.npu.npu_add_rms_norm(hidden_states, residual, weight, eps)
         return normed, total
     total = hidden_states + residual

@@ -203,7 +203,7 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 def read_eps(module: nn.Module) -> float:
-    """Return the eps of a norm, under either of the names that transformers has for it."""
+    """Return the eps of a norm, under either of the names that transformers has for it; torch's may be None."""
     # what _has tells, without the call: every forward asks
     named = "variance_epsilon" in module.__dict__ or hasattr(type(module), "variance_epsilon")
     return module.variance_epsilon if named else module.eps

@@ -55,18 +55,20 @@ class Kind(NamedTuple):
     numbers: tuple[tuple[str, Any], ...] = ()  # what the layers read beside eps
     has_groups: bool = False  # whether they norm groups of the last dimension
 
-    def exact(self, terms: Terms, eps: float) -> Tensor:
+    def exact(self, terms: Terms, eps: float | None) -> Tensor:
         """Compute it in the dtype of its terms."""
         result = self.scale(terms) * _normed(self.inner(terms), eps, terms.size)
         return result if terms.bias is None else result + terms.bias
 
-    def rounded(self, rounding: Rounding, terms: Terms, eps: float) -> Tensor:
+    def rounded(self, rounding: Rounding, terms: Terms, eps: float | None) -> Tensor:
         """Compute it as one of its layers rounds."""
         wide = terms.map(lambda each, _: each.float())
         return rounding.compute(terms, _normed(self.inner(wide), eps, terms.size))
 
 
-def _normed(x: Tensor, eps: float, size: int | None) -> Tensor:
+def _normed(x: Tensor, eps: float | None, size: int | None) -> Tensor:
+    if eps is None:  # torch's own: what the dtype can tell from 1
+        eps = torch.finfo(x.dtype).eps
     if size is not None:
         return _normed(x.unflatten(-1, (-1, size)), eps, None).flatten(-2)
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

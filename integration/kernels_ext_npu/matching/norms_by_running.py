@@ -26,6 +26,7 @@ from kernels_ext_npu.matching.watched_runs import (
 )
 
 _MEANS = {"mean", "sum", "norm", "vector_norm", "rms_norm", "var", "var_mean", "std", "layer_norm", "einsum"}
+_TORCHS = torch.finfo(torch.float64).eps  # what torch's rms_norm takes in float64 if it is given no eps
 _IN_ONE_OPERATOR = {"native_layer_norm"}  # torch's layer norm has a kernel of its own
 _DTYPES = [
     (torch.bfloat16, torch.bfloat16),
@@ -64,7 +65,8 @@ class _Norm:
     ) -> None:
         self.module, self.kind, self.names, self.width = module, kind, names, width
         self.size, self.is_gated = size, is_gated
-        self.watch, self.eps = Watched(CLAMPS), 0.0
+        self.watch = Watched(CLAMPS)
+        self.eps: float | None = 0.0
 
     def run(self, terms: Terms, training: bool = False) -> Tensor:
         parameters = dict.fromkeys(self.module._parameters) | dict(zip(self.names, terms[2:4]))
@@ -83,7 +85,7 @@ class _Norm:
         eps = self._solve_eps(first)
         if eps is None:
             return None
-        self.eps = eps
+        self.eps = eps = None if eps == _TORCHS else eps
         probes = [self.draw(*first, magnitude=each) for each in (1e-3, *MAGNITUDES)]
         probes += [self.draw(*tokens) for tokens in (*shapes, [1 for _ in first])]
         for probe, training, with_grad in product(probes, (False, True), (False, True)):
@@ -98,7 +100,10 @@ class _Norm:
         check_sizes(lambda given: self.run(wide._replace(x=given, gate=given if self.is_gated else None)), *sizes)
         if not CLAMPS.isdisjoint(self.watch.called) or set(self.watch.called) <= _IN_ONE_OPERATOR:
             return None
-        terms = [_cast(self.draw(*first[:-1], 32), *dtypes) for dtypes in _DTYPES]
+        # numbers at which an eps shows that depends on the dtype
+        magnitudes = (1.0, 1e-3) if eps is None else (1.0,)
+        drawn = [(self.draw(*first[:-1], 32, magnitude=each), dtypes) for dtypes in _DTYPES for each in magnitudes]
+        terms = [_cast(each, *dtypes) for each, dtypes in drawn]
         given = [each for each in terms if self._is_taken(each)]
         alike = [each for each in given if len({t.dtype for t in each.tensors}) == 1]
         for several, judge, rounding in product(
@@ -122,8 +127,8 @@ class _Norm:
     def _solve_eps(self, tokens: tuple[int, ...]) -> float | None:
         """Return the eps: solved for from what it gives of small numbers, and then read where it is written."""
         candidates: set[float] | None = None
-        known = {0.0, torch.finfo(torch.float32).eps, *numbers(self.module, float)}
-        for magnitude in (1e-3, 1e-6):
+        known = {0.0, torch.finfo(torch.float32).eps, _TORCHS, *numbers(self.module, float)}
+        for magnitude in (1e-3, 1e-6, 1e-9):
             terms = self.draw(*tokens, magnitude=magnitude)
             terms = terms._replace(bias=None if terms.bias is None else torch.zeros_like(terms.bias))
             inner = self.kind.inner(terms)

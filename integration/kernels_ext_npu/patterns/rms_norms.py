@@ -211,12 +211,16 @@ def refuse_eps(module: Any) -> str | None:
 
 
 def refuse_weighted(module: nn.Module) -> str | None:
+    return _refuse_weight(module) or refuse_eps(module)
+
+
+def _refuse_weight(module: nn.Module) -> str | None:
     weight = static_getattr(module, "weight")
     if weight is None:
         return "it has no weight"
     if weight is not COMPUTED and (weight.dim() != 1 or not weight.is_floating_point()):
         return f"its weight is {str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}, not a vector of floats"
-    return refuse_eps(module)
+    return None
 
 
 def _refuse_optional_weight(module: nn.Module) -> str | None:
@@ -226,6 +230,13 @@ def _refuse_optional_weight(module: nn.Module) -> str | None:
 def refuse_dimensions(module: Any) -> str | None:
     dimensions = len(module.normalized_shape)
     return None if dimensions == 1 else f"it norms over {dimensions} dimensions, the kernel over one"
+
+
+def _refuse_torch_norm(module: Any) -> str | None:
+    weighs = static_getattr(module, "weight") is not None
+    takes_torchs_eps = module.eps is None and not hasattr(module, "variance_epsilon")
+    refused = refuse_dimensions(module) or (_refuse_weight(module) if weighs else None)
+    return refused or (None if takes_torchs_eps else refuse_eps(module))
 
 
 def _is_scaled(module: Any) -> bool:
@@ -276,7 +287,7 @@ PATTERNS = (
     ),
     *patterns_for(("RMSNormCastLast",), Olmo2RMSNorm, HeliumRMSNorm, MoshiRMSNorm, limits=refuse_weighted),
     Pattern(Gemma4RMSNorm, ("RMSNormCastLast",), _SCALED, holds=_is_scaled),
-    Pattern(TorchRMSNorm, ("RMSNormCastLast",), lambda m: refuse_dimensions(m) or _refuse_optional_weight(m)),
+    Pattern(TorchRMSNorm, ("RMSNormCastLast",), _refuse_torch_norm),
     Pattern(
         XLSTMRMSNorm, ("RMSNorm",), require(_is_unbiased, "it adds a bias", _REDUCED_IN_FLOAT32), holds=_is_unbiased
     ),

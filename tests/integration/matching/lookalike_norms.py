@@ -15,6 +15,22 @@ class EpsOutside(Scaled):
         return x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.epsilon) * self.gain
 
 
+class EpsByDtype(Scaled):
+    """Has another eps than torch's norm in 16 bits, which computes in float32."""
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + torch.finfo(x.dtype).eps) * self.gain
+
+
+class EpsBelowFloat32(Scaled):
+    """Has that of torch's norm in float64 alone."""
+
+    def forward(self, x):
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + torch.finfo(torch.float64).eps)
+        return y.to(x.dtype) * self.gain
+
+
 class SumForMean(Scaled):
     def forward(self, x):
         return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + self.epsilon) * self.gain
@@ -251,6 +267,8 @@ LIKE_NORMS = [
     NotInHalf,
     *(
         EpsOutside,
+        EpsByDtype,
+        EpsBelowFloat32,
         SumForMean,
         OverTokens,
         ScaledByRoot,

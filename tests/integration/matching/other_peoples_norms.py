@@ -65,6 +65,16 @@ class FunctionalNorm(Scaled):
         return F.rms_norm(x, (x.size(-1),), self.gain, self.epsilon)
 
 
+class EpslessNorm(Scaled):
+    def forward(self, x):
+        return F.rms_norm(x, (x.size(-1),), self.gain)
+
+
+class WeightlessEpslessNorm(nn.Module):
+    def forward(self, x):
+        return F.rms_norm(x, (x.size(-1),))
+
+
 class LiteralNorm(Scaled):
     def forward(self, x):
         y = x.float()
@@ -278,11 +288,14 @@ ROUNDED_FIRST = [
     *(ScriptedNorm, ResidualNorm, MatrixProductNorm, LogarithmicNorm, RoundedRootNorm, NormWithArguments),
     TupleNorm,
 ]
+ROUNDED_LAST = [LitNorm, FunctionalNorm, EpslessNorm, TorchNorm, ChatGLMNorm, MultipliedInPlaceNorm]
 # class -> the layer that computes the same
 RMS_NORMS = {
     **dict.fromkeys(ROUNDED_FIRST, "RMSNorm"),
-    **dict.fromkeys((LitNorm, FunctionalNorm, TorchNorm, ChatGLMNorm, MultipliedInPlaceNorm), "RMSNormCastLast"),
+    **dict.fromkeys(
+        (LitNorm, FunctionalNorm, EpslessNorm, TorchNorm, ChatGLMNorm, MultipliedInPlaceNorm), "RMSNormCastLast"
+    ),
     **dict.fromkeys((UnitOffsetNorm, GemmaLikeNorm, AddcmulNorm, RoundedFirstZeroCentred), "RMSNormZeroCentered"),
-    **dict.fromkeys((WeightlessNorm, OptionalWeightNorm), "RMSNormWeightless"),
+    **dict.fromkeys((WeightlessNorm, OptionalWeightNorm, WeightlessEpslessNorm), "RMSNormWeightless"),
     **dict.fromkeys((BaichuanNorm,), "T5LayerNorm"),
 }

@@ -83,7 +83,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "it squares in the dtype of its input, the kernel in float32",
     ),
     "norm over two dimensions": (lambda: nn.RMSNorm((2, 4)), "it norms over 2 dimensions, the kernel over one"),
-    "norm without an eps": (lambda: nn.RMSNorm(4), "its eps is None, not a number"),
     "layer norm of two dtypes": (
         lambda: changed(layer_norms.DebertaLayerNorm(SIZE), bias=nn.Parameter(torch.zeros(SIZE, dtype=BFLOAT16))),
         "its weight is torch.float32 and its bias torch.bfloat16",

@@ -18,13 +18,13 @@ from kernels_ext_npu.matching.computed import Recognised
 from kernels_ext_npu.matching.mlps_by_running import find_gated_mlp
 from kernels_ext_npu.matching.module_settings import is_opaque, read_settings
 from kernels_ext_npu.matching.norms_by_running import find_norm
-from kernels_ext_npu.matching.watched_runs import attempt, isolated
+from kernels_ext_npu.matching.watched_runs import OwnOperatorError, attempt, isolated
 
-_known: dict[Any, Recognised | None] = {}
+_known: dict[Any, Recognised | str | None] = {}
 
 
-def recognise(module: nn.Module) -> Recognised | None:
-    """Return what a module computes; None if it is nothing that a layer computes."""
+def recognise(module: nn.Module) -> Recognised | str | None:
+    """Return what a module computes; None if no layer does, a name if it calls that operator of torch_npu itself."""
     settings = read_settings(module)
     if settings is None:
         return None
@@ -33,7 +33,10 @@ def recognise(module: nn.Module) -> Recognised | None:
     key = settings, opaque, shapes
     if key not in _known:
         finders = (find_gated_mlp,) if opaque else (find_norm, find_activation, find_gated_mlp)
-        with isolated():
-            found = next(filter(None, (attempt(find, module) for find in finders)), None)
-        _known[key] = None if found is None else Recognised(found, settings)
+        try:
+            with isolated():
+                found = next(filter(None, (attempt(find, module) for find in finders)), None)
+            _known[key] = None if found is None else Recognised(found, settings)
+        except OwnOperatorError as error:
+            _known[key] = str(error)
     return _known[key]

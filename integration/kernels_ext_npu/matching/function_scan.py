@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dis
+import importlib.util
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -38,19 +40,32 @@ def _find_called_functions(cls: type) -> tuple[CalledFunction, ...]:
         module = sys.modules.get(function.__module__)
         if _NOT_MODELS.match(function.__module__) or vars(module or object) is not function.__globals__:
             continue
-        for name in sorted(referenced_names(function) & function.__globals__.keys()):
-            value = function.__globals__[name]
+        names = sorted(referenced_names(function) & function.__globals__.keys())
+        imported = () if function.__module__.startswith("transformers.") else _imported_when_called(function)
+        for file, name in (*((function.__module__, name) for name in names), *imported):
+            value = vars(sys.modules[file])[name]
             original = original_function(value)
             if original is None:
                 continue
             if (kind := classify_function(name, value)) is not None:
-                found[CalledFunction(function.__module__, name, kind)] = None
+                found[CalledFunction(file, name, kind)] = None
             elif original.__module__ == function.__module__ and original not in waiting:
                 waiting.append(original)
     return tuple(found)
 
 
 called_functions: Callable[[type], tuple[CalledFunction, ...]] = cache(_find_called_functions)
+
+
+def _imported_when_called(function: FunctionType) -> Iterator[tuple[str, str]]:
+    """Yield what a function imports by itself from files that are loaded: the file, and the name there."""
+    steps = list(dis.get_instructions(function))
+    for place, step in enumerate(steps):
+        if step.opname == "IMPORT_NAME" and (names := steps[place - 1].argval):
+            package = function.__globals__.get("__package__") or ""
+            file = importlib.util.resolve_name("." * steps[place - 2].argval + step.argval, package)
+            if file in sys.modules and not _NOT_MODELS.match(file):
+                yield from ((file, name) for name in names if name in vars(sys.modules[file]))
 
 
 def _functions(cls: type) -> list[FunctionType]:

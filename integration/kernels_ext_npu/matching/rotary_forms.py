@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 Dims = tuple["str | int", ...]
+Settings = tuple[tuple[type, Any], ...]  # types and values
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _TAKEN = {"float": FLOATS, "complex": (torch.complex64, torch.complex128), "index": (torch.int64, torch.int32)}
 _ROTATED: tuple[Dims, ...] = (
@@ -59,6 +60,16 @@ class Form:
         )
 
     @property
+    def settings(self) -> Settings:
+        """What it has for parameters that take no tensors."""
+        return tuple((type(g), g) for g in self.given if not isinstance(g, Given))
+
+    def with_settings(self, settings: Settings) -> Form:
+        """Return the form that has other settings."""
+        values = iter(value for _, value in settings)
+        return Form(tuple(g if isinstance(g, Given) else next(values) for g in self.given), self.rotated)
+
+    @property
     def cuts_tables(self) -> bool:
         """Whether tables have as many rows as a position may need, of which the function takes the first or others."""
         kinds = [(given.kind, "T" in given.dims) for given in self.given if isinstance(given, Given)]
@@ -70,12 +81,10 @@ class Form:
         return self.given[0].dims.index("N")
 
     def sizes(self, values: Sequence[Any]) -> dict[str, int] | None:
-        """Return what the symbols stand for in a call; None if it is of another form."""
+        """Return what the symbols stand for in a call with its settings; None if it is of another form."""
         sizes: dict[str, int] = {}
         for given, value in zip(self.given, values):
             if not isinstance(given, Given):
-                if type(value) is not type(given) or value != given:
-                    return None
                 continue
             if given.is_pair and (type(value) not in (tuple, list) or len(value) != 2):
                 return None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from kernels_ext_npu.matching.rotary_forms import Form, Given, Signature, candidate_forms, ranks
+from kernels_ext_npu.matching.rotary_forms import Form, Given, Settings, Signature, candidate_forms, ranks
 from kernels_ext_npu.matching.rotary_pairs import PAIRINGS, Pairing, rotary_mul
 from kernels_ext_npu.matching.watched_runs import NotRecognisedError, Watched, are_same, is_close, isolated
 from kernels_ext_npu.transformers_internals import cells
@@ -36,6 +36,9 @@ _OPERATORS = {
 }
 _PRODUCTS = {"mm", "bmm"}  # whose dtypes autocast decides
 _Setting = tuple[dict[str, Any], str, Any]  # globals, a name in them, and what it was
+_MOST_SETTINGS = (
+    8  # which a function is tried with that is called with the same ranks; a number may be another each time
+)
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -63,17 +66,19 @@ class Rotation:
 
     def __init__(self, function: FunctionType, signature: Signature, settings: tuple[_Setting, ...]) -> None:
         self.function, self.signature, self._settings = function, signature, settings
-        self._forms: dict[tuple[Any, ...], list[Form]] = {}
+        self._forms: dict[tuple[Any, ...], dict[Settings, list[Form]]] = {}  # by ranks and settings
         for form in candidate_forms(signature):
-            self._forms.setdefault(form.ranks, []).append(form)
+            self._forms.setdefault(form.ranks, {}).setdefault(form.settings, []).append(form)
         self._plans: dict[Form, Plan | None] = {}
         self.refused: str | None = None  # what it does that is in no rotation, if that was seen
+        self.left: str | None = None  # shapes of which it was called and is not known to be a rotation
         self._dtypes: dict[tuple[Plan, torch.dtype, torch.dtype], Dtypes | None] = {}
 
     @functools.cached_property
     def layer(self) -> str:
         """The layer that computes the same of cos and sin; empty if there is no form of which it is a rotation."""
-        plans = (self._plan(form) for forms in self._forms.values() for form in forms)
+        forms = [form for by_settings in self._forms.values() for forms in by_settings.values() for form in forms]
+        plans = (self._plan(form) for form in forms)
         return next((plan.pairing.layer for plan in plans if plan is not None), "")
 
     def holds(self) -> bool:
@@ -82,12 +87,26 @@ class Rotation:
 
     def plan(self, values: Sequence[Any]) -> Plan | None:
         """Return what it computes of arguments, one for each parameter; None if that is unknown."""
-        for form in self._forms.get(ranks(values), ()):
+        for form in self._forms_called(values):
             sizes = form.sizes(values)
             if sizes is not None and (plan := self._plan(form)) is not None:
                 is_whole = sizes["R"] == sizes["D"]
                 return plan if is_whole or (plan.is_partial and 0 < sizes["R"] < sizes["D"]) else None
         return None
+
+    def _forms_called(self, values: Sequence[Any]) -> list[Form]:
+        """Return the forms that have the ranks and settings of a call; other settings are other forms."""
+        key = ranks(values)
+        by_settings = self._forms.get(key, {})
+        given = tuple((type(value), value) for value, rank in zip(values, key) if rank is None)
+        if not by_settings or not all(issubclass(kind, _CONSTANTS) for kind, _ in given):
+            return []
+        if given not in by_settings:
+            if len(by_settings) >= _MOST_SETTINGS:
+                return []
+            others = next(iter(by_settings.values()))
+            by_settings[given] = [form.with_settings(given) for form in others]
+        return by_settings[given]
 
     def dtypes(self, plan: Plan, dtype: torch.dtype, table_dtype: torch.dtype) -> Dtypes | None:
         """Return what comes out for the dtypes of what is rotated and of what holds the angles; None if unknown."""

@@ -36,10 +36,20 @@ class NotRecognisedError(Exception):
     """A forward does something that no formula has."""
 
 
+class OwnOperatorError(NotRecognisedError):
+    """A forward calls an operator of torch_npu by itself, whose name this is."""
+
+
 def attempt(find: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what is found; None if a forward raises, whatever it raises that is given what it does not expect."""
+    """Return what is found; None if a forward raises, whatever it raises that is given what it does not expect.
+
+    Raises:
+        OwnOperatorError: a forward calls an operator of torch_npu.
+    """
     try:
         return find(*arguments)
+    except OwnOperatorError:
+        raise
     except Exception:
         return None
 
@@ -85,6 +95,8 @@ class Watched(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, _, name = function._schema.name.partition("::")
+        if kind == "npu":
+            raise OwnOperatorError(name)
         if kind != "prim" and (kind != "aten" or name.removesuffix("_") not in self.known):
             raise NotRecognisedError(_READS.get(name, f"it calls {name}"))
         self.called.append(name.removesuffix("_"))

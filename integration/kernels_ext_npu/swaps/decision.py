@@ -21,6 +21,7 @@ from kernels_ext_npu.binding.loaded_kernels import OWNER, set_forward
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import ROTARY
 from kernels_ext_npu.matching.class_facts import class_facts
+from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.transformers_internals import original_function
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from kernels import Mode
 
     from kernels_ext_npu.matching.computed import Recognised
-    from kernels_ext_npu.matching.function_scan import CalledFunction
     from kernels_ext_npu.matching.rotations_by_running import Rotation
 
 
@@ -87,8 +87,32 @@ class View:
         return [module for module, forward in forwards if getattr(forward, OWNER, None) == owner]
 
     @functools.cached_property
+    def calls(self) -> dict[nn.Module, tuple[CalledFunction, ...]]:
+        """The functions that modules call and that a kernel may serve, in the order of the model.
+
+        In other people's code also those that objects call which a module holds, such as diffusers' processors.
+        """
+        found: dict[nn.Module, tuple[CalledFunction, ...]] = {}
+        for cls, modules in self.by_class.items():
+            functions = self.facts[cls].functions
+            if _is_of_others(cls):
+                found |= {module: (*dict.fromkeys((*functions, *_called_by_members(module))),) for module in modules}
+            elif functions:
+                found |= dict.fromkeys(modules, functions)
+        return {module: found[module] for _, module in self.named if found.get(module)}
+
+    @functools.cached_property
     def recognised(self) -> dict[nn.Module, Recognised]:
         """The modules of classes that no pattern knows, and what they were found to compute by running them."""
+        return {module: what for module, what in self._run.items() if not isinstance(what, str)}
+
+    @functools.cached_property
+    def own_operators(self) -> dict[nn.Module, str]:
+        """The modules of such classes that call an operator of torch_npu by themselves, and its name."""
+        return {module: name for module, name in self._run.items() if isinstance(name, str)}
+
+    @functools.cached_property
+    def _run(self) -> dict[nn.Module, Recognised | str]:
         classes = [cls for cls, facts in self.facts.items() if facts.is_run]
         if not classes:
             return {}
@@ -100,7 +124,7 @@ class View:
     @functools.cached_property
     def rotations(self) -> dict[CalledFunction, Rotation]:
         """The rotary functions of other people's code that no pattern knows, and how they rotate, if they do."""
-        called = {callee for facts in self.facts.values() for callee in facts.functions if callee.kind is ROTARY}
+        called = {callee for functions in self.calls.values() for callee in functions if callee.kind is ROTARY}
         functions = {callee: original_function(callee.function) for callee in called}
         unknown = {c: f for c, f in functions.items() if f is not None and _is_of_others(f) and find_pattern(f) is None}
         if not unknown:
@@ -117,9 +141,16 @@ class View:
         return [(module, *kernel) for module, kernel in zip(bound, map(bound_kernel, bound)) if kernel is not None]
 
 
-def _is_of_others(function: FunctionType) -> bool:
-    """Tell whether neither torch nor transformers wrote a function."""
-    return function.__module__.partition(".")[0] not in ("torch", "transformers")
+def _is_of_others(written: FunctionType | type) -> bool:
+    """Tell whether neither torch nor transformers wrote a function or class."""
+    return written.__module__.partition(".")[0] not in ("torch", "transformers")
+
+
+def _called_by_members(module: nn.Module) -> list[CalledFunction]:
+    """Return the functions that callable objects call which a module holds and which are no modules themselves."""
+    held = dict.fromkeys(type(value) for value in vars(module).values() if callable(value))
+    classes = [cls for cls in held if not issubclass(cls, (nn.Module, type)) and isinstance(cls.__call__, FunctionType)]
+    return [callee for cls in classes for callee in called_functions(cls)]
 
 
 @dataclass(frozen=True, eq=False)

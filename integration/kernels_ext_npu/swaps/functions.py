@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 ROTATION = "rotation"  # owner, and attribute, of the forwards of functions that were found by running them
 _ROTATES = LAYERS[ROTARY.layers[0]]  # the repository of functions that rotate
+# functions of other people's code that are called rotary ones, and make what others rotate by
+_MAKES_ANGLES = re.compile(r"^_?(get|build|make|create|init|compute|precompute)_|freqs|cache|params")
 
 
 def install(active: Registration) -> None:
@@ -50,12 +53,13 @@ def install(active: Registration) -> None:
 
 def find(view: View) -> Iterator[Decision]:
     """Decide of every function that a kernel may serve and a module calls, once for each module."""
-    called = {cls: facts.functions for cls, facts in view.facts.items() if facts.functions}
-    patterns = {callee: find_pattern(callee.function) for callee in chain.from_iterable(called.values())}
-    for path, module in view.instances(called):
-        for callee in called[type(module)]:
+    patterns = {callee: find_pattern(callee.function) for callee in chain.from_iterable(view.calls.values())}
+    for path, module in view.named:
+        for callee in view.calls.get(module, ()):
             pattern = patterns[callee]
             rotation = None if pattern else view.rotations.get(callee)
+            if rotation is not None and not rotation.layer and _MAKES_ANGLES.search(callee.name):
+                continue
             layer = pattern.layers[0] if pattern else (rotation and rotation.layer) or None
             reason = _refusal(module, callee, pattern, rotation)
             # not where a package computes it, nor for unknown functions that do not rotate
@@ -66,6 +70,7 @@ def find(view: View) -> Iterator[Decision]:
                 layer,
                 reason,
                 layer if reason in (None, refusals.OTHER_SETTINGS) else None,
+                None if rotation is None or rotation.left is None else refusals.left_calls(rotation.left),
                 kind=callee.kind.in_models,
                 is_candidate=is_meant and refusals.left_out(pattern.repository if pattern else _ROTATES) is None,
                 function=callee.name,
@@ -81,26 +86,24 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     """
     active = swapping.registration
     taken: dict[nn.Module, str] = {}
-    for cls, modules in view.by_class.items():
-        found = view.facts[cls].functions
-        is_here = bool(found) and not all(map(is_elsewhere, modules))
-        for callee in found:
-            pattern = find_pattern(callee.function)
-            rotation = None if pattern else view.rotations.get(callee)
-            if rotation is not None and rotation.layer and is_here and registration.uses(_ROTATES):
-                _bind_rotation(_function_module(active, callee), rotation, active)
-            if pattern is None or not (_is_ours(callee) and registration.uses(pattern.repository)):
-                continue
-            if is_here:
-                active.function_layers[_function_module(active, callee)] = pattern.layers[0]
-            if callee.function in active.function_layers:
-                taken[callee.function] = pattern.layers[0]
+    for callee in dict.fromkeys(chain.from_iterable(view.calls.values())):
+        pattern = find_pattern(callee.function)
+        rotation = None if pattern else view.rotations.get(callee)
+        is_here = not all(is_elsewhere(module) for module, functions in view.calls.items() if callee in functions)
+        if rotation is not None and rotation.layer and is_here and registration.uses(_ROTATES):
+            _bind_rotation(_function_module(active, callee), rotation, active)
+        if pattern is None or not (_is_ours(callee) and registration.uses(pattern.repository)):
+            continue
+        if is_here:
+            active.function_layers[_function_module(active, callee)] = pattern.layers[0]
+        if callee.function in active.function_layers:
+            taken[callee.function] = pattern.layers[0]
     kernels_internals.bind_layers(taken, swapping.mode)
 
 
 def revert(view: View) -> None:
     """Put the originals back, in all models that call the same functions."""
-    for function in {callee.function for facts in view.facts.values() for callee in facts.functions}:
+    for function in {callee.function for callee in chain.from_iterable(view.calls.values())}:
         if is_kernel_function(function):
             forward_binding.take_out(function)
         if registration.current is not None:

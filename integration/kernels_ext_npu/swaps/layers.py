@@ -74,7 +74,8 @@ def find(view: View) -> list[Decision]:
         if kind is catalogue.ATTENTION or (kind is catalogue.INDEXERS and facts.is_indexer):  # of another finder
             kind = None
         if kind is not None or facts.pattern is not None or present is not None:
-            found.append(_decide(path, module, facts.pattern, present, kind))
+            own = view.own_operators.get(module)
+            found.append(_decide(path, module, facts.pattern, present, kind, own))
     return found
 
 
@@ -112,7 +113,9 @@ def serves(module: nn.Module, layer: str) -> bool:
     return pattern is not None and _refusal(module, pattern) is None and layer == pattern.layer_for(module)
 
 
-def _decide(path: str, module: nn.Module, pattern: Pattern | None, present: str | None, kind: Kind | None) -> Decision:
+def _decide(
+    path: str, module: nn.Module, pattern: Pattern | None, present: str | None, kind: Kind | None, own: str | None
+) -> Decision:
     layer = pattern.layer_for(module) if pattern else None
     counted = kind.in_models if kind else None
     if present is not None:
@@ -128,8 +131,8 @@ def _decide(path: str, module: nn.Module, pattern: Pattern | None, present: str 
     else:
         foreign = forward_binding.foreign_forward(module)
         replaced = foreign and Reason("replaced", f"another library replaced its forward: {foreign}")
-        reason = replaced or refusals.FORWARD_UNKNOWN
-    is_candidate = kind is not None and not is_other_norm and not _is_other(module, kind, pattern)
+        reason = replaced or (refusals.calls_itself(own) if own else refusals.FORWARD_UNKNOWN)
+    is_candidate = kind is not None and not is_other_norm and own is None and not _is_other(module, kind, pattern)
     return Decision(path, module, layer, reason, kind=counted, is_candidate=is_candidate)
 
 

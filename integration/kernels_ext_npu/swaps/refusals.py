@@ -31,6 +31,16 @@ OTHER_SETTINGS = Reason("settings", "its settings are others now")
 AT_FIRST_CALL = Reason("at first call", "swapped in when the model is first called on the NPU")
 
 
+def calls_itself(operator: str) -> Reason:
+    """Say of a module whose forward is made for NPUs which operator it calls."""
+    return Reason("own operator", f"its forward calls {operator} itself")
+
+
+def left_calls(shapes: str) -> Reason:
+    """Say of a rotary function of which shapes it was called and computed itself."""
+    return Reason("other shapes", f"but it computes calls of {shapes} itself: it is not known to rotate these")
+
+
 def not_swapped() -> Reason:
     """Say of what a kernel fits that nobody has asked for it."""
     return NOT_REGISTERED if registration.current is None else NOT_ASKED_FOR

@@ -52,6 +52,8 @@ def _asked(found: Rotation, args: Sequence[Any], kwargs: dict[str, Any]) -> tupl
         return None
     plan = found.plan(values)
     if plan is None or values[0].device.type != "npu":
+        if plan is None:
+            found.left = " and ".join(str([*each.shape]) for each in values if isinstance(each, Tensor))
         return None
     tensors, tables = values[: plan.form.rotated], plan.form.tables(values)
     floats = {table.dtype for table in tables if table.is_floating_point() or table.is_complex()}

@@ -59,7 +59,7 @@ _ROUTING_NAMES = re.compile("Gate$|Gating$")  # routers, if they have a top_k
 _ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: counted is what takes several
 _ACTIVATIONS = re.compile(r"act|silu|gelu|swish")
 _METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
-_ROTATING_NAMES = re.compile("rotary|rope|rotate")
+_ROTATING_NAMES = re.compile("rotary|rope|rotate|apply_rot_")
 # helpers of rotary functions: no model calls them
 HELPERS = ("rotate_half", "rotate_every_two", "rotate_pairwise")
 # what transformers calls the functions of linear attention and state space models in its table of kernels

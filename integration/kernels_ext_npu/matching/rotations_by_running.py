@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from kernels_ext_npu.matching.function_settings import CONSTANTS, Setting, hold, read_globals
 from kernels_ext_npu.matching.rotary_forms import Form, Given, Settings, Signature, candidate_forms, ranks
 from kernels_ext_npu.matching.rotary_pairs import PAIRINGS, Pairing, rotary_mul
 from kernels_ext_npu.matching.watched_runs import NotRecognisedError, Watched, are_same, is_close, isolated
-from kernels_ext_npu.transformers_internals import cells
 
 _SIZES = {"B": 3, "N": 5, "M": 2, "S": 7, "T": 11, "D": 16, "R": 16, "H": 8, "W": 32}
 _OTHER_SIZES = ({"B": 1, "N": 1, "M": 1, "S": 1}, {"S": 1}, {"B": 1, "T": 7})
@@ -35,11 +35,9 @@ _OPERATORS = {
     *("copy", "empty_like", "empty", "zeros_like", "new_empty", "slice_scatter", "contiguous"),
 }
 _PRODUCTS = {"mm", "bmm"}  # whose dtypes autocast decides
-_Setting = tuple[dict[str, Any], str, Any]  # globals, a name in them, and what it was
 _MOST_SETTINGS = (
     8  # which a function is tried with that is called with the same ranks; a number may be another each time
 )
-_CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Plan:
 class Rotation:
     """A rotary function. Each way in which it is called is looked at when it first is called so."""
 
-    def __init__(self, function: FunctionType, signature: Signature, settings: tuple[_Setting, ...]) -> None:
+    def __init__(self, function: FunctionType, signature: Signature, settings: tuple[Setting, ...]) -> None:
         self.function, self.signature, self._settings = function, signature, settings
         self._forms: dict[tuple[Any, ...], dict[Settings, list[Form]]] = {}  # by ranks and settings
         for form in candidate_forms(signature):
@@ -83,7 +81,7 @@ class Rotation:
 
     def holds(self) -> bool:
         """Tell whether what the function was read from is as it was."""
-        return all(names.get(name, names) is value for names, name, value in self._settings)
+        return hold(self._settings)
 
     def plan(self, values: Sequence[Any]) -> Plan | None:
         """Return what it computes of arguments, one for each parameter; None if that is unknown."""
@@ -99,7 +97,7 @@ class Rotation:
         key = ranks(values)
         by_settings = self._forms.get(key, {})
         given = tuple((type(value), value) for value, rank in zip(values, key) if rank is None)
-        if not by_settings or not all(issubclass(kind, _CONSTANTS) for kind, _ in given):
+        if not by_settings or not all(issubclass(kind, CONSTANTS) for kind, _ in given):
             return []
         if given not in by_settings:
             if len(by_settings) >= _MOST_SETTINGS:
@@ -170,33 +168,10 @@ def find_rotation(function: FunctionType) -> Rotation | None:
     """Return how a function rotates, without a layer if it does something else; None if it cannot be run for a try."""
     known = _known.get(function)
     if function not in _known or (known is not None and not known.holds()):
-        signature, settings = Signature(function), _read_settings(function)
+        signature, settings = Signature(function), read_globals(function)
         known = Rotation(function, signature, settings) if signature.is_plain and settings is not None else None
         _known[function] = known
     return known
-
-
-def _read_settings(function: FunctionType) -> tuple[_Setting, ...] | None:
-    """Return the globals that a function and its helpers read; None if some are neither code nor constants."""
-    found: dict[tuple[int, str], _Setting] = {}
-    waiting = [function]
-    for each in waiting:  # grows while it runs
-        if cells(each):
-            return None
-        names = each.__globals__
-        for name in sorted(_names(each.__code__) & names.keys()):
-            value = names[name]
-            if not isinstance(value, (FunctionType, BuiltinFunctionType, ModuleType, type, *_CONSTANTS)):
-                return None
-            found[id(names), name] = names, name, value
-            if isinstance(value, FunctionType) and value not in waiting and not value.__module__.startswith("torch."):
-                waiting.append(value)
-    return tuple(found.values())
-
-
-def _names(code: Any) -> set[str]:
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, type(code))]
-    return set(code.co_names).union(*inner)
 
 
 def _run(function: Callable, form: Form, values: Sequence[Any], called: set[str] | None = None) -> list[Tensor]:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 ROTATION = "rotation"  # owner, and attribute, of the forwards of functions that were found by running them
 _ROTATES = LAYERS[ROTARY.layers[0]]  # the repository of functions that rotate
 # functions of other people's code that are called rotary ones, and make what others rotate by
-_MAKES_ANGLES = re.compile(r"^_?(get|build|make|create|init|compute|precompute)_|freqs|cache|params")
+_MAKES_ANGLES = re.compile(r"^_?(get|build|make|create|init|compute|precompute|pad)_|freqs|cache|params|layout")
 
 
 def install(active: Registration) -> None:
@@ -58,7 +58,7 @@ def find(view: View) -> Iterator[Decision]:
         for callee in view.calls.get(module, ()):
             pattern = patterns[callee]
             rotation = None if pattern else view.rotations.get(callee)
-            if rotation is not None and not rotation.layer and _MAKES_ANGLES.search(callee.name):
+            if not (pattern or (rotation and rotation.layer)) and _makes_angles(callee):
                 continue
             layer = pattern.layers[0] if pattern else (rotation and rotation.layer) or None
             reason = _refusal(module, callee, pattern, rotation)
@@ -140,6 +140,10 @@ def _refusal(
         package = package_function(callee.function)
         return f"computed by {getattr(package, '__module__', package)}: register(over_packages=True) takes the kernel"
     return refusals.NOT_REGISTERED if registration.current is None else refusals.NOT_ASKED_FOR_BY_ANY
+
+
+def _makes_angles(callee: CalledFunction) -> bool:
+    return not callee.file.startswith("transformers.") and _MAKES_ANGLES.search(callee.name) is not None
 
 
 def _bound_rotation(function: nn.Module) -> Rotation | None:

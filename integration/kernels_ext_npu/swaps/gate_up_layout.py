@@ -40,7 +40,7 @@ def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
 def _remark(module: nn.Module, layer: str) -> str | None:
     if (package := bound_package(module)) is None:  # it multiplies by modules of other names
         return None
-    if layer in WITH_GATE_AND_UP and (apart := _why_apart(_multiplied(module, layer, package), package.packing)):
+    if layer in WITH_GATE_AND_UP and (apart := why_apart(_multiplied(module, layer, package), package.packing)):
         return None if _adapts_others(module, package) else f"two products, since {apart}"
     return package.alignment.unaligned(module) if module.training else None
 
@@ -51,7 +51,8 @@ def _adapts_others(module: nn.Module, package: Any) -> bool:
     return all(forward_owner(each) == "lora" and type(each.base_layer) is not nn.Linear for each in (gate, up))
 
 
-def _why_apart(pair: tuple[Any, Any], layout: Any) -> str | None:
+def why_apart(pair: tuple[Any, Any], layout: Any) -> str | None:
+    """Return why gate and up are two products; None if they are one."""
     apart = layout.separate(*pair)
     if apart is None:
         return None

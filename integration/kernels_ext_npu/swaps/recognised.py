@@ -22,6 +22,7 @@ from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
+from kernels_ext_npu.swaps.gate_up_layout import why_apart
 
 if TYPE_CHECKING:
     from kernels_ext_npu.matching.computed import Recognised, Steps
@@ -66,9 +67,9 @@ def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
         what = view.recognised.get(decision.module)
         pair = None if what is None else _gate_and_up(decision.module, what)
         if pair is not None and forward_owner(pair[0]) is None:  # of those with adapters their own rows tell
-            apart = package.packing.separate(*pair)
+            apart = why_apart(pair, package.packing)
             if apart is not None:
-                found[decision] = f"two products, since {package.packing.obstacle(*pair) or apart}"
+                found[decision] = f"two products, since {apart}"
     return found
 
 

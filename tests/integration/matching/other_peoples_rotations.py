@@ -183,6 +183,17 @@ def apply_rotary_timm(x, emb):
     return x * cos_emb + rot * sin_emb
 
 
+def apply_rot_embed(x, emb, half=False):
+    sin_emb, cos_emb = emb.chunk(2, -1)
+    if half:
+        return x * cos_emb + rotate_half(x) * sin_emb
+    return apply_rotary_timm(x, emb)
+
+
+def apply_rope_to_both(q, k, cos, sin):
+    return apply_rope_litgpt(q, cos, sin), apply_rope_litgpt(k, cos, sin)
+
+
 def apply_rotary_in_parts(q, cos, sin):
     o = torch.empty_like(q)
     h = q.shape[-1] // 2
@@ -329,6 +340,8 @@ SERVED = {
     "apply_rotary_flash": ("RotaryPosEmb", lambda: (heads(N, False), table(S, D // 4), table(S, D // 4))),
     "apply_rotary_diffusers": ("RotaryPosEmbInterleaved", lambda: (heads(N), (table(S, D), table(S, D)))),
     "apply_rotary_timm": ("RotaryPosEmbInterleaved", lambda: (heads(N), table(S, 2 * D))),
+    "apply_rot_embed": ("RotaryPosEmbInterleaved", lambda: (heads(N), table(S, 2 * D))),
+    "apply_rope_to_both": ("RotaryPosEmb", lambda: (*_qk(), table(S, D), table(S, D))),
     "apply_rotary_in_parts": ("RotaryPosEmb", lambda: (heads(N), table(S, D // 2), table(S, D // 2))),
     "apply_rotary_einsum": ("RotaryPosEmb", lambda: (*_qk(), table(S, D // 2), table(S, D // 2))),
 }

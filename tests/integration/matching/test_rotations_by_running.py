@@ -173,6 +173,20 @@ def test_a_setting_that_was_not_looked_at_is_the_functions_own(registered, argum
         torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-5, atol=1e-5)
 
 
+def test_a_setting_of_a_call_may_be_another_rotation(registered) -> None:
+    model, plain = kernelized("apply_rot_embed"), others.apply_rot_embed
+    x, angles = heads(N), table(S, 2 * D)
+    for half in (True, False):
+        ours: list[Tensor] = []
+        assert launched(lambda half=half, ours=ours: ours.append(model(*on("npu", (x, angles)), half=half))) == 1
+        torch.testing.assert_close(ours[0].cpu(), plain(x, angles, half=half), rtol=1e-5, atol=1e-5)
+
+
+def test_a_function_whose_helper_has_a_kernel_is_found(registered) -> None:
+    kernelized("apply_rope_litgpt")
+    assert said(kernelized("apply_rope_to_both")) == [("RotaryPosEmb", True)]
+
+
 def test_arguments_may_be_named(registered) -> None:
     model, plain = kernelized("apply_rotary_llama"), others.apply_rotary_llama
     q, k, cos, sin, positions = SERVED["apply_rotary_llama"][1]()

@@ -14,12 +14,20 @@ _without_weights: ContextVar[bool] = ContextVar("_without_weights", default=Fals
 
 
 def check_is_module(function: str, model: object) -> None:
-    """Raise a TypeError that names the public function if it was called with anything but a module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"{function}: {reprlib.repr(model)} is a {type(model).__name__}, and a loaded model is needed: "
-            "AutoModelForCausalLM.from_pretrained(..., device_map='npu')"
-        )
+    """Raise a TypeError that names the public function if it was called with anything but a module.
+
+    Of an object that holds modules, such as a pipeline, it names these.
+    """
+    if isinstance(model, nn.Module):
+        return
+    kind, members = type(model).__name__, getattr(model, "__dict__", {})
+    held = [name for name, value in members.items() if isinstance(value, nn.Module)]
+    if held:
+        raise TypeError(f"{function}: a {kind} is no module of torch: pass those that it holds, {' and '.join(held)}")
+    raise TypeError(
+        f"{function}: {reprlib.repr(model)} is a {kind}, and a loaded model is needed: "
+        "AutoModelForCausalLM.from_pretrained(..., device_map='npu')"
+    )
 
 
 @contextmanager

@@ -179,6 +179,8 @@ def test_the_recipe_draws_what_it_does_without_kernels(registered, tmp_path: Pat
     code = pages.read(pages.DOCS / "recipes.md").code("Diffusion models")
     found: dict[str, Any] = {"folder": tmp_path, "absent": absent}
     exec(code.replace('"black-forest-labs/FLUX.1-dev"', "folder, **absent"), found)
+    with pytest.raises(TypeError, match="a FluxPipeline is no module of torch: pass those that it holds, transformer"):
+        kernels_ext_npu.kernelize(found["pipe"])
     prompt = {"prompt_embeds": torch.randn(1, TEXT, 32), "pooled_prompt_embeds": torch.randn(1, 32)}
 
     def draw() -> Tensor:

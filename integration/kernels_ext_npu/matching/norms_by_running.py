@@ -66,6 +66,7 @@ class _Norm:
         self.module, self.kind, self.names, self.width = module, kind, names, width
         self.size, self.is_gated = size, is_gated
         self.watch = Watched(CLAMPS)
+        self.weight_dtype = torch.float64
         self.eps: float | None = 0.0
 
     def run(self, terms: Terms, training: bool = False) -> Tensor:
@@ -78,10 +79,14 @@ class _Norm:
         weight, bias = (each.flatten()[: self.width] for each in affine)
         count = len(self.names)
         weights = weight if count else None, bias if count > 1 else None
-        return Terms(magnitude * x, gate if self.is_gated else None, *weights, self.size)
+        terms = Terms(magnitude * x, gate if self.is_gated else None, *weights, self.size)
+        return _cast(terms, torch.float64, self.weight_dtype)
 
     def find(self) -> Computed | None:
-        first, *shapes = taken_shapes(lambda *tokens: self.run(self.draw(*tokens)))
+        for self.weight_dtype in (torch.float64, torch.float32):  # torch's layer norm wants those of what was cast
+            if taken := taken_shapes(lambda *tokens: self.run(self.draw(*tokens))):
+                break
+        first, *shapes = taken
         eps = self._solve_eps(first)
         if eps is None:
             return None

@@ -32,6 +32,17 @@ class Float32LayerNorm(nn.LayerNorm):
         return F.layer_norm(inputs.float(), self.normalized_shape, weight, bias, self.eps).to(inputs.dtype)
 
 
+class WideInputLayerNorm(Float32LayerNorm):
+    """Has weights that stay in float32, whatever becomes of others."""
+
+    def _apply(self, fn, recurse=True):
+        return super()._apply(lambda tensor: fn(tensor).float(), recurse)
+
+    def forward(self, x):
+        wide = F.layer_norm(x.to(torch.float32), self.normalized_shape, self.weight, self.bias, self.eps)
+        return wide.to(x.dtype)
+
+
 class UnscaledLayerNorm(nn.Module):
     def forward(self, x):
         return F.layer_norm(x.float(), (x.size(-1),), eps=1e-6).type_as(x)
@@ -81,6 +92,7 @@ LAYER_NORMS = {
     OfHeads: "RMSNormZeroCentered",
     Centred: "LayerNorm",
     Float32LayerNorm: "LayerNorm",
+    WideInputLayerNorm: "LayerNorm",
     UnscaledLayerNorm: "LayerNormFloat32",
     VarianceLayerNorm: "LayerNorm",
     FusedMomentsLayerNorm: "LayerNorm",

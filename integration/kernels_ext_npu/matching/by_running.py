@@ -15,9 +15,11 @@ from torch import nn
 
 from kernels_ext_npu.matching.activations_by_running import find_activation
 from kernels_ext_npu.matching.computed import Recognised
+from kernels_ext_npu.matching.function_settings import read_globals
 from kernels_ext_npu.matching.mlps_by_running import find_gated_mlp
 from kernels_ext_npu.matching.module_settings import is_opaque, read_settings
 from kernels_ext_npu.matching.norms_by_running import find_norm
+from kernels_ext_npu.matching.rotating_modules import find_rotating_module, held_tensors, tensor_names
 from kernels_ext_npu.matching.watched_runs import OwnOperatorError, attempt, isolated
 
 _known: dict[Any, Recognised | str | None] = {}
@@ -25,14 +27,18 @@ _known: dict[Any, Recognised | str | None] = {}
 
 def recognise(module: nn.Module) -> Recognised | str | None:
     """Return what a module computes; None if no layer does, a name if it calls that operator of torch_npu itself."""
-    settings = read_settings(module)
+    tensors = tensor_names(module)
+    settings = read_settings(module, tensors)
     if settings is None:
         return None
     opaque = tuple((name, type(child)) for name, child in module._modules.items() if is_opaque(child))
     shapes = tuple((name, None if p is None else (p.dim(), p.shape[-1:])) for name, p in module._parameters.items())
-    key = settings, opaque, shapes
+    held = tuple((name, each.shape, each.dtype) for name, each in zip(tensors, held_tensors(module, tensors)))
+    helpers = tuple((name, value) for _, name, value in read_globals(settings.forward) or ()) if tensors else ()
+    key = settings, opaque, shapes, held, helpers
     if key not in _known:
-        finders = (find_gated_mlp,) if opaque else (find_norm, find_activation, find_gated_mlp)
+        plain = (find_norm, find_activation, find_gated_mlp, find_rotating_module)
+        finders = (find_rotating_module,) if tensors else (find_gated_mlp,) if opaque else plain
         try:
             with isolated():
                 found = next(filter(None, (attempt(find, module) for find in finders)), None)

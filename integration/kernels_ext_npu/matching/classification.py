@@ -59,7 +59,7 @@ _ROUTING_NAMES = re.compile("Gate$|Gating$")  # routers, if they have a top_k
 _ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: counted is what takes several
 _ACTIVATIONS = re.compile(r"act|silu|gelu|swish")
 _METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
-_ROTATING_NAMES = re.compile("rotary|rope|rotate|apply_rot_")
+ROTATING_NAMES = re.compile("rotary|rope|rotate|apply_rot_")
 # helpers of rotary functions: no model calls them
 HELPERS = ("rotate_half", "rotate_every_two", "rotate_pairwise")
 # what transformers calls the functions of linear attention and state space models in its table of kernels
@@ -190,7 +190,7 @@ def classify_function(name: str, function: object) -> Kind | None:
             return catalogue.ROTARY
         return catalogue.LINEAR_ATTENTION if _LINEAR_NAMES.fullmatch(layer) else None
     used = referenced_names(original)
-    if not _ROTATING_NAMES.search(name) and not [callee for callee in used if callee.startswith("rotate")]:
+    if not ROTATING_NAMES.search(name) and not [callee for callee in used if callee.startswith("rotate")]:
         return None
     # one that leaves the rotation to a function that has a kernel does not rotate
     called = (value for name, value in original.__globals__.items() if name in used and not isinstance(value, type))

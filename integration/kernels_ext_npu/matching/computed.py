@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
 from kernels_ext_npu.matching.module_settings import Settings
+
+if TYPE_CHECKING:
+    from kernels_ext_npu.matching.rotating_modules import RotatingModule
 
 Steps = tuple["str | float", ...]  # children that are called one after the other; a number is the rate of a dropout
 
@@ -25,6 +28,7 @@ class Computed(NamedTuple):
     casts_back: bool = False  # to the dtype of the first argument
     wants_one_dtype: bool = False  # for arguments and parameters: in several the layer would round in another way
     returned: tuple[Any, ...] | None = None  # of what is returned, where the tensor is not all of it
+    rotation: RotatingModule | None = None  # of a module that rotates
 
 
 class Recognised(NamedTuple):

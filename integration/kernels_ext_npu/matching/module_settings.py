@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from itertools import chain
 from types import BuiltinFunctionType, CodeType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -29,18 +29,22 @@ class Settings(NamedTuple):
     children: tuple[tuple[str, Settings], ...] = ()
 
 
-def read_settings(module: nn.Module) -> Settings | None:
-    """Return what a forward may read; None if there is more, such as tensors, objects, or modules inside of modules."""
+def read_settings(module: nn.Module, tensors: Collection[str] = ()) -> Settings | None:
+    """Return what a forward may read beside some tensors; None if there is more.
+
+    That is so of other tensors, of objects, and of modules inside of modules.
+    """
     cls, own = type(module), vars(module)
     names = names_read(cls, cls.forward)  # type: ignore[arg-type]
-    held = {name: own[name] for name in names if name in own and name not in _OWN_TO_TORCH}
+    held = {name: own[name] for name in names if name in own and name not in _OWN_TO_TORCH and name not in tensors}
     members = {name: value for name, value in held.items() if not is_config(value)}
     for config in held.keys() - members.keys():
         found = {name: getattr(held[config], name, None) for name in names}
         members |= {f"{config}.{name}": each for name, each in found.items() if each is not None and not callable(each)}
     on_class = {name: inspect.getattr_static(cls, name, None) for name in names.difference(own)}
     members |= {name: value for name, value in on_class.items() if value is not None and _is_plain(value)}
-    if module._buffers or not all(map(is_setting, members.values())):
+    buffers = {name for name, buffer in module._buffers.items() if buffer is not None}
+    if not buffers.issubset(tensors) or not all(map(is_setting, members.values())):
         return None
     others = {name: child for name, child in module._modules.items() if child is not None and not is_opaque(child)}
     children = {name: None if any(child.children()) else read_settings(child) for name, child in others.items()}
@@ -128,8 +132,7 @@ def names_read(cls: type[nn.Module], _: Any) -> frozenset[str]:
 def is_opaque(child: Any) -> bool:
     """Tell whether a child is called as it is: a projection, a dropout, or what has parameters of its own."""
     drops = isinstance(child, nn.Dropout) and child.p > 0
-    held = itertools.chain(child.parameters(), child.buffers())
-    return drops or is_linear(child) or next(held, None) is not None
+    return drops or is_linear(child) or any(True for _ in chain(child.parameters(), child.buffers()))
 
 
 def is_linear(child: Any) -> bool:

@@ -2,13 +2,14 @@
 
 A form gives each argument dimensions by symbols: ``B`` sequences, ``S`` positions, ``N`` heads of q and ``M`` of k,
 ``D`` the head size, ``T`` rows of a table that are chosen from, and ``R`` the width that is rotated, ``H`` half of it,
-``W`` twice.
+``W`` twice; ``P`` is the value of a number. A module that rotates is a function of its arguments and of the tensors
+that it holds, of which the dimensions are known.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from types import FunctionType
@@ -33,12 +34,15 @@ _ROWS: tuple[Dims, ...] = (
     *(("S", 1, 1), ("S", "B", 1), ("T",), (1, "T"), (1, 1, "T"), (1, "T", 1)),
 )
 _WIDTHS: tuple[Dims, ...] = (("R",), ("H",))
+_SIZES = {"B": 3, "N": 5, "M": 2, "S": 7, "T": 11, "D": 16, "R": 16, "H": 8, "W": 32, "P": 2}
+_MOST = 3  # parameters of a module that may be given tensors: more would be many forms
+_LONGEST = 512  # rows of a table that hold random numbers: as many are not run for a try
 _POSITIONS: tuple[Dims, ...] = (("B", "S"), (1, "S"), ("S",))
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a parameter is given: a tensor, or two in a tuple or list."""
+    """What a parameter is given: a tensor, two in a tuple or list, or a whole number, such as that of a position."""
 
     dims: Dims
     kind: str = "float"
@@ -51,12 +55,14 @@ class Form:
 
     given: tuple[Any, ...]
     rotated: int  # how many of the first parameters are rotated
+    width: int | None = None  # that is rotated, of a module; None of a function, whose tables say it
 
     @property
     def ranks(self) -> tuple[Any, ...]:
         """How many dimensions its arguments have, as :func:`ranks` says it of values."""
         return tuple(
-            None if not isinstance(g, Given) else (len(g.dims),) * 2 if g.is_pair else len(g.dims) for g in self.given
+            None if not isinstance(g, Given) or g.kind == "number" else (len(g.dims),) * 2 if g.is_pair else len(g.dims)
+            for g in self.given
         )
 
     @property
@@ -80,11 +86,27 @@ class Form:
         """The dimension of the heads."""
         return self.given[0].dims.index("N")
 
+    @property
+    def angles(self) -> list[Given]:
+        """What holds the angles, or chooses from them."""
+        given = (each for each in self.given[self.rotated :] if isinstance(each, Given))
+        return [each for each in given if each.kind != "number"]
+
+    def small_sizes(self, **others: int) -> dict[str, int]:
+        """Return sizes to try it with."""
+        return {**_SIZES, **({} if self.width is None else {"D": self.width, "R": self.width}), **others}
+
     def sizes(self, values: Sequence[Any]) -> dict[str, int] | None:
-        """Return what the symbols stand for in a call with its settings; None if it is of another form."""
+        """Return what the symbols stand for in a call; None if it is of another form."""
         sizes: dict[str, int] = {}
         for given, value in zip(self.given, values):
             if not isinstance(given, Given):
+                if type(value) is not type(given) or value != given:
+                    return None
+                continue
+            if given.kind == "number":
+                if type(value) is not int:
+                    return None
                 continue
             if given.is_pair and (type(value) not in (tuple, list) or len(value) != 2):
                 return None
@@ -98,9 +120,17 @@ class Form:
                         return None
         if self.cuts_tables and sizes["T"] < sizes["S"]:
             return None
-        if "R" not in sizes:
+        if self.width is not None:
+            sizes["R"] = self.width
+        elif "R" not in sizes:
             sizes["R"] = 2 * sizes["H"] if "H" in sizes else sizes["W"] // 2
         return sizes
+
+    def asked_shape(self, values: Sequence[Any]) -> list[int]:
+        """Return the shape of two heads of a call, of one sequence if the angles of all are the same."""
+        sizes: Any = self.sizes(values)
+        is_one = self.given[0].dims[0] == "B" and not any("B" in given.dims for given in self.angles)
+        return [{"N": 2, "B": 1 if is_one else sizes.get("B")}.get(dim, sizes[dim]) for dim in self.given[0].dims]
 
     def make(self, sizes: Mapping[str, int], dtype: torch.dtype, table_dtype: torch.dtype) -> list[Any]:
         """Return random arguments of this form."""
@@ -110,14 +140,18 @@ class Form:
             if given.kind == "index":
                 return torch.randint(sizes["T"], shape)
             if given.kind == "complex":
-                part = torch.float64 if dtype is torch.float64 else torch.float32
-                return torch.complex(torch.randn(shape, dtype=part), torch.randn(shape, dtype=part))
-            return torch.randn(shape, dtype=torch.float64).to(dtype)
+                dtype = torch.complex128 if dtype is torch.float64 else torch.complex64
+            made = torch.zeros(shape, dtype=dtype)  # of which nothing is in memory before it is written to
+            first = made[tuple(slice(_LONGEST) for _ in shape)]
+            first.copy_(torch.randn(first.shape, dtype=torch.complex128 if dtype.is_complex else torch.float64))
+            return made
 
         made: list[Any] = []
         for place, given in enumerate(self.given):
             if not isinstance(given, Given):
                 made.append(given)
+            elif given.kind == "number":
+                made.append(sizes["P"])
             elif given.is_pair:
                 made.append((tensor(given, table_dtype), tensor(given, table_dtype)))
             else:
@@ -128,19 +162,20 @@ class Form:
         """Return the tensors of a call that are not rotated."""
         found: list[Tensor] = []
         for given, value in zip(self.given[self.rotated :], values[self.rotated :]):
-            if isinstance(given, Given):
+            if isinstance(given, Given) and given.kind != "number":
                 found += value if given.is_pair else (value,)
         return found
 
 
 class Signature:
-    """The parameters of a function, and their defaults."""
+    """The parameters of a function, and their defaults; those that have to be named come last."""
 
-    def __init__(self, function: FunctionType) -> None:
-        parameters = inspect.signature(function).parameters.values()
-        self.names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        self.defaults = [p.default for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        self.is_plain = len(self.names) == len(parameters)
+    def __init__(self, function: FunctionType, skipped: int = 0) -> None:
+        parameters = list(inspect.signature(function).parameters.values())[skipped:]
+        self.names = [p.name for p in parameters]
+        self.defaults = [p.default for p in parameters]
+        self.positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+        self.is_plain = all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
 
     def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
         """Return what each parameter is given in a call; None if the function would refuse it."""
@@ -149,8 +184,13 @@ class Signature:
             if name not in self.names[len(args) :]:
                 return None
             values[self.names.index(name)] = value
-        is_whole = len(args) <= len(self.names) and all(value is not inspect.Parameter.empty for value in values)
+        is_whole = len(args) <= self.positional and all(value is not inspect.Parameter.empty for value in values)
         return values if is_whole else None
+
+    def call(self, function: Callable, values: Sequence[Any]) -> Any:
+        """Call a function with what each parameter is given, and leave what is beyond that."""
+        named = dict(zip(self.names[self.positional :], values[self.positional :]))
+        return function(*values[: self.positional], **named)
 
 
 def candidate_forms(signature: Signature) -> Iterator[Form]:
@@ -161,9 +201,33 @@ def candidate_forms(signature: Signature) -> Iterator[Form]:
         first = (Given(dims), Given(k))[:rotated]
         for tables in _tables():
             given = (*first, *tables)
-            if required <= len(given) <= len(signature.names):
+            if required <= len(given) <= signature.positional:
                 rest = [_values(default) for default in signature.defaults[len(given) :]]
                 yield from (Form((*given, *settings), rotated) for settings in product(*rest))
+
+
+def forms_with(signature: Signature, held: Sequence[Tensor], numbers: Collection[int]) -> Iterator[Form]:
+    """Yield the forms that a module may have that rotates, and holds tensors and numbers."""
+    kinds = [next((kind for kind, dtypes in _TAKEN.items() if each.dtype in dtypes), "") for each in held]
+    several = [default for default in signature.defaults if default is None or default is inspect.Parameter.empty]
+    if not all(kinds) or len(several) > _MOST:
+        return
+    tables = [Given(tuple(each.shape), kind) for each, kind in zip(held, kinds)]
+    sizes = {size for size in numbers if size > 1}.union(size for each in held for size in each.shape[-2:] if size > 1)
+    widths = {width for size in sizes for width in (size, 2 * size, size // 2) if width % 2 == 0 and width <= _LONGEST}
+    for rotated, dims, width in product((2, 1), _ROTATED, sorted(widths)):
+        if rotated <= signature.positional:
+            first = (Given(dims), Given(tuple("M" if dim == "N" else dim for dim in dims)))[:rotated]
+            for settings in product(*map(_module_values, signature.defaults[rotated:])):
+                yield Form((*first, *settings, *tables), rotated, width)
+
+
+def _module_values(default: Any) -> tuple[Any, ...]:
+    """Return what a parameter of a module may be given: beside its default positions, or the number of the first."""
+    if default is None or default is inspect.Parameter.empty:
+        others = (None,) if default is None else (Given((), "number"),)
+        return (*others, *(Given(positions, "index") for positions in _POSITIONS))
+    return (Given((), "number"), default) if type(default) is int else (default,)
 
 
 def _values(default: Any) -> tuple[Any, ...]:

@@ -10,25 +10,21 @@ position and at several, and in 16 bits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from kernels_ext_npu.matching.asked_lengths import asked_lengths
 from kernels_ext_npu.matching.function_settings import CONSTANTS, Setting, hold, read_globals
-from kernels_ext_npu.matching.rotary_forms import Form, Given, Settings, Signature, candidate_forms, ranks
+from kernels_ext_npu.matching.rotary_forms import Form, Settings, Signature, candidate_forms, ranks
 from kernels_ext_npu.matching.rotary_pairs import PAIRINGS, Pairing, rotary_mul
 from kernels_ext_npu.matching.watched_runs import NotRecognisedError, Watched, are_same, is_close, isolated
 
-_SIZES = {"B": 3, "N": 5, "M": 2, "S": 7, "T": 11, "D": 16, "R": 16, "H": 8, "W": 32}
-_OTHER_SIZES = ({"B": 1, "N": 1, "M": 1, "S": 1}, {"S": 1}, {"B": 1, "T": 7})
-_VARIABLE = ("B", "N", "M", "S", "T")
-_PARTIAL = {"R": 8, "H": 4, "W": 16}
+_OTHER_SIZES = ({"B": 1, "N": 1, "M": 1, "S": 1}, {"S": 1}, {"B": 1, "T": 7, "P": 0})
 _OPERATORS = {
     *("cat", "stack", "index", "index_select", "gather", "repeat", "repeat_interleave", "flip", "roll", "arange"),
     *("view_as_complex", "view_as_real", "complex", "polar", "_conj", "real", "imag", "cos", "sin", "outer"),
@@ -57,16 +53,25 @@ class Plan:
     makes: type = tuple  # tuple or list of what is rotated; Tensor of one
     is_partial: bool = False  # whether it may rotate a part of a head, and pass the rest through
     multiplies: bool = False  # whether it calls products of matrices, whose dtypes autocast decides
+    is_for: Callable[[int], bool] = bool  # whether it is so for a number of positions: a module may ask for that
 
 
 class Rotation:
     """A rotary function. Each way in which it is called is looked at when it first is called so."""
 
-    def __init__(self, function: FunctionType, signature: Signature, settings: tuple[Setting, ...]) -> None:
+    def __init__(
+        self,
+        function: Callable,
+        signature: Signature,
+        settings: tuple[Setting, ...] = (),
+        forms: Iterable[Form] | None = None,
+    ) -> None:
         self.function, self.signature, self._settings = function, signature, settings
-        self._forms: dict[tuple[Any, ...], dict[Settings, list[Form]]] = {}  # by ranks and settings
-        for form in candidate_forms(signature):
-            self._forms.setdefault(form.ranks, {}).setdefault(form.settings, []).append(form)
+        self._forms: dict[tuple[Any, ...], dict[Settings, list[Form]]] = {}  # by ranks, those of functions by settings
+        self._is_function = forms is None
+        for form in candidate_forms(signature) if forms is None else forms:
+            given = form.settings if self._is_function else ()
+            self._forms.setdefault(form.ranks, {}).setdefault(given, []).append(form)
         self._plans: dict[Form, Plan | None] = {}
         self.refused: str | None = None  # what it does that is in no rotation, if that was seen
         self.left: str | None = None  # shapes of which it was called and is not known to be a rotation
@@ -89,13 +94,16 @@ class Rotation:
             sizes = form.sizes(values)
             if sizes is not None and (plan := self._plan(form)) is not None:
                 is_whole = sizes["R"] == sizes["D"]
-                return plan if is_whole or (plan.is_partial and 0 < sizes["R"] < sizes["D"]) else None
+                is_taken = is_whole or (plan.is_partial and 0 < sizes["R"] < sizes["D"])
+                return plan if is_taken and plan.is_for(sizes["S"]) else None
         return None
 
     def _forms_called(self, values: Sequence[Any]) -> list[Form]:
-        """Return the forms that have the ranks and settings of a call; other settings are other forms."""
+        """Return the forms that have the ranks of a call; of a function with its settings, whatever they are."""
         key = ranks(values)
         by_settings = self._forms.get(key, {})
+        if not self._is_function:
+            return by_settings.get((), [])
         given = tuple((type(value), value) for value, rank in zip(values, key) if rank is None)
         if not by_settings or not all(issubclass(kind, CONSTANTS) for kind, _ in given):
             return []
@@ -132,7 +140,8 @@ def ask(
 ) -> tuple[Tensor, Tensor]:
     """Ask a function for its cos and sin: what it makes of ones, in which pairs turn by a right angle, is both.
 
-    Both have the dimensions of what is rotated, with one head, and as many values as are rotated.
+    Both have the dimensions of what is rotated, with one head, with one sequence if the angles of all are the same, and
+    as many values as are rotated.
 
     Args:
         function: which is called for two heads.
@@ -142,12 +151,11 @@ def ask(
         question: `make_question`, or what keeps what that has made.
     """
     form, pairing = plan.form, plan.pairing
-    sizes: Any = form.sizes(values)
-    width, dims = sizes["R"], form.given[0].dims
+    width, shape = form.sizes(values)["R"], form.asked_shape(values)  # type: ignore[index]
     with torch.no_grad():
-        ones = question(pairing, width, sizes["D"], dtype, values[0].device)
-        ones = ones.view([{"N": 2, "D": sizes["D"]}.get(dim, 1) for dim in dims])
-        ones = ones.expand([2 if dim == "N" else sizes[dim] for dim in dims])
+        ones = question(pairing, width, shape[-1], dtype, values[0].device)
+        ones = ones.view([size if dim in ("N", "D") else 1 for dim, size in zip(form.given[0].dims, shape)])
+        ones = ones.expand(shape)
         result = function(*[ones] * form.rotated, *values[form.rotated :])
         result = result if form.rotated == 1 else result[0]
         first, second = (pairing.given.split(part[..., :width]) for part in result.split(1, form.heads))
@@ -169,7 +177,8 @@ def find_rotation(function: FunctionType) -> Rotation | None:
     known = _known.get(function)
     if function not in _known or (known is not None and not known.holds()):
         signature, settings = Signature(function), read_globals(function)
-        known = Rotation(function, signature, settings) if signature.is_plain and settings is not None else None
+        is_plain = signature.is_plain and signature.positional == len(signature.names)
+        known = Rotation(function, signature, settings) if is_plain and settings is not None else None
         _known[function] = known
     return known
 
@@ -190,25 +199,27 @@ def _run(function: Callable, form: Form, values: Sequence[Any], called: set[str]
     return results
 
 
-def _plan(function: FunctionType, form: Form) -> Plan | None:
+def _plan(function: Callable, form: Form) -> Plan | None:
     """Return what a function computes of a form; None, or any error, if it computes something else."""
-    values, called = form.make(_SIZES, torch.float64, torch.float64), set[str]()
+    values, called = form.make(form.small_sizes(), torch.float64, torch.float64), set[str]()
     results = _run(function, form, values, called)
     if any(result.shape != x.shape for result, x in zip(results, values)):
         return None
     makes: Any = type(function(*values))
     for pairing in PAIRINGS:
         plan = Plan(form, pairing, makes)
-        if makes in (Tensor, tuple, list) and _is_same(function, plan, _SIZES):
+        if makes in (Tensor, tuple, list) and _is_same(function, plan, form.small_sizes()):
             break
     else:
         return None
-    if not all(_is_same(function, plan, {**_SIZES, **sizes}) for sizes in _OTHER_SIZES):
+    if not all(_is_same(function, plan, form.small_sizes(**sizes)) for sizes in _OTHER_SIZES):
         return None
-    if not _is_for_any_size(function, form):
+    is_for = asked_lengths(function, form)
+    if is_for is None:
         return None
-    is_partial = bool(_tries(lambda: _is_same(function, plan, {**_SIZES, **_PARTIAL})))
-    return Plan(form, pairing, makes, is_partial, not called.isdisjoint(_PRODUCTS))
+    wider = form.small_sizes(D=2 * form.small_sizes()["D"])
+    is_partial = bool(_tries(lambda: _is_same(function, plan, wider)))
+    return Plan(form, pairing, makes, is_partial, not called.isdisjoint(_PRODUCTS), is_for)
 
 
 def _tries(check: Callable[[], Any]) -> Any:
@@ -218,13 +229,14 @@ def _tries(check: Callable[[], Any]) -> Any:
         return None
 
 
-def _is_same(function: FunctionType, plan: Plan, sizes: Mapping[str, int]) -> bool:
+def _is_same(function: Callable, plan: Plan, sizes: Mapping[str, int]) -> bool:
     """Tell whether a function rotates as a plan says, and its gradients are those of that."""
     form = plan.form
     for with_grad in (False, True):
         values = form.make(sizes, torch.float64, torch.float64)
         cos, sin = ask(function, plan, values, torch.float64, make_question)
-        if not sin.any():  # which is no rotation
+        is_first = form.width is not None and sizes["S"] == 1  # whose angles a module may make, which are zero
+        if not (is_first or sin.any()):  # which is no rotation
             return False
         given = [x.requires_grad_(with_grad) for x in values[: form.rotated]]
         with torch.set_grad_enabled(with_grad):
@@ -235,10 +247,10 @@ def _is_same(function: FunctionType, plan: Plan, sizes: Mapping[str, int]) -> bo
     return True
 
 
-def _dtypes(function: FunctionType, plan: Plan, dtype: torch.dtype, table_dtype: torch.dtype) -> Dtypes | None:
+def _dtypes(function: Callable, plan: Plan, dtype: torch.dtype, table_dtype: torch.dtype) -> Dtypes | None:
     """Return what comes out for some dtypes; None, or any error, if the function computes something else of them."""
     form = plan.form
-    values = form.make(_SIZES, dtype, table_dtype)
+    values = form.make(form.small_sizes(), dtype, table_dtype)
     errors = {}
     for asked in dict.fromkeys((dtype, torch.float32)):
         result = _run(function, form, values)[0]
@@ -249,26 +261,3 @@ def _dtypes(function: FunctionType, plan: Plan, dtype: torch.dtype, table_dtype:
     if not errors:
         return None
     return Dtypes(result.dtype, min(errors, key=errors.__getitem__))  # the first of two that are equal
-
-
-def _is_for_any_size(function: FunctionType, form: Form) -> bool:
-    """Tell whether a function asks for no size beyond those that go together, and whether tables are long enough."""
-    shapes, symbols = ShapeEnv(), dict[Any, Any]()
-    mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
-
-    def fake(tensor: Tensor, given: Given) -> Tensor:
-        sizes = [DimDynamic.DUCK if dim in _VARIABLE else DimDynamic.STATIC for dim in given.dims]
-        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)  # type: ignore[arg-type]
-        made = mode.from_tensor(tensor, symbolic_context=context)
-        made_sizes: Any = made.shape
-        symbols.update({size.node.expr: dim for dim, size in zip(given.dims, made_sizes) if dim in _VARIABLE})
-        return made
-
-    values = form.make(_SIZES, torch.float32, torch.float32)
-    for place, (given, value) in enumerate(zip(form.given, values)):
-        if isinstance(given, Given):
-            values[place] = tuple(fake(each, given) for each in value) if given.is_pair else fake(value, given)
-    with mode:
-        function(*values)
-    asked = {symbols.get(symbol) for guard in shapes.guards for symbol in guard.expr.free_symbols}
-    return asked <= ({"S", "T"} if form.cuts_tables else set())

@@ -61,6 +61,8 @@ def find(view: View) -> Iterator[Decision]:
             if not (pattern or (rotation and rotation.layer)) and _makes_angles(callee):
                 continue
             layer = pattern.layers[0] if pattern else (rotation and rotation.layer) or None
+            if layer is None and module in view.recognised:  # it helps what rotates, and has a row of its own
+                continue
             reason = _refusal(module, callee, pattern, rotation)
             # not where a package computes it, nor for unknown functions that do not rotate
             is_meant = callee.kind is ROTARY if pattern is None else _is_ours(callee)

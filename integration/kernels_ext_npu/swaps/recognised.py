@@ -1,4 +1,4 @@
-"""Norms, gated MLPs and activations of other people's code, which are found by running them (matching/by_running.py).
+"""Norms, gated MLPs, activations and rotations of other people's code, which are found by running them.
 
 Such a module gets a forward that hands the layer what plays its roles, whatever the names. Where a setting has changed
 since, the forward of its class computes.
@@ -18,8 +18,11 @@ from torch.nn import functional as F
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.loaded_kernels import forward_owner, set_forward
 from kernels_ext_npu.binding.step_aside import guarded_forward
-from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS
+from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, ROTARY
+from kernels_ext_npu.matching.classification import rotary_methods
+from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.module_state import has_hooks
+from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 from kernels_ext_npu.swaps.gate_up_layout import why_apart
@@ -33,15 +36,25 @@ _WHAT = "_kernels_recognised"  # attribute of a forward of ours: what the module
 
 
 def find(view: View) -> Iterator[Decision]:
-    """Decide of every module that is a norm, a gated MLP or an activation by what it computes."""
+    """Decide of every module that is a norm, a gated MLP, an activation or a rotation by what it computes.
+
+    A method that is called as a rotation is has a row that says why it is left alone.
+    """
     for path, module in view.named:
-        if (what := view.recognised.get(module)) is not None:
+        what = view.recognised.get(module)
+        if what is not None and not (what.computed.rotation and _calls_rotation(view, module)):
             before = getattr(vars(module).get("forward"), _WHAT, None)  # a method has what its function has
             present = before and before.computed.layer
-            layer = what.computed.layer
-            kind = KIND_OF_LAYER[layer].in_models
+            layer = what.computed.layer or None
+            kind = KIND_OF_LAYER[layer].in_models if layer else ROTARY.in_models
             make = functools.partial(_make_forward, what, type(module).forward)
             yield Decision(path, module, layer, _refusal(module, what, before), present, kind=kind, make=make)
+        elif what is None and (facts := view.facts[type(module)]).is_run:
+            calls_others = any(callee.kind is ROTARY for callee in facts.functions)  # of which there are rows
+            for name in () if calls_others else rotary_methods(type(module)):
+                full_name = f"{type(module).__name__}.{name}"
+                kind = ROTARY.in_models
+                yield Decision(path, module, None, refusals.METHOD, kind=kind, function=name, class_name=full_name)
 
 
 def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
@@ -73,6 +86,12 @@ def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
     return found
 
 
+def _calls_rotation(view: View, module: nn.Module) -> bool:
+    """Tell whether a module calls a function that rotates, and that a kernel serves where it stands."""
+    called = [callee for callee in view.facts[type(module)].functions if callee.kind is ROTARY]
+    return any(find_pattern(each.function) or getattr(view.rotations.get(each), "layer", "") for each in called)
+
+
 def _gate_and_up(module: nn.Module, what: Recognised) -> tuple[Any, Any] | None:
     """Return the projections of a gated MLP whose weights are laid side by side; None if there are no two."""
     roles: dict[str, Any] = dict(what.computed.projections)
@@ -81,6 +100,8 @@ def _gate_and_up(module: nn.Module, what: Recognised) -> tuple[Any, Any] | None:
 
 def _refusal(module: nn.Module, what: Recognised, before: Recognised | None) -> str | None:
     """Return why the layer does not take the place of a module's forward; None if it may."""
+    if what.computed.rotation is not None and not what.computed.layer:
+        return Reason("unknown", f"{refusals.FORWARD_UNKNOWN}: {what.computed.rotation.refused}")
     reason = refusals.elsewhere(module) or refusals.unwanted(module, LAYERS[what.computed.layer])
     if reason is not None:
         return reason
@@ -110,6 +131,13 @@ def _forward_with(package: ModuleType, what: Recognised, matched: FunctionType) 
     from kernels_ext_npu.matching import module_settings  # models of transformers do without
 
     computed = what.computed
+    if computed.rotation is not None:
+        from kernels_ext_npu.swaps.rotations import make_module_forward
+
+        turning = make_module_forward(what, matched)
+        turning.__qualname__ = f"{_OWNER}.{turning.__name__}"
+        setattr(turning, _WHAT, what)
+        return turning
     layer = getattr(package.layers, computed.layer).forward
 
     def holds(module: nn.Module) -> bool:

@@ -9,100 +9,169 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.binding import registration
+from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_forward
 from kernels_ext_npu.catalogue import LAYERS
+from kernels_ext_npu.matching.module_settings import has_settings
+from kernels_ext_npu.matching.rotating_modules import held_tensors
 from kernels_ext_npu.matching.rotations_by_running import Plan, Rotation, ask, make_question
+
+if TYPE_CHECKING:
+    from kernels_ext_npu.matching.computed import Recognised
 
 
 def make_forward(found: Rotation) -> FunctionType:
     """Return the forward that rotates by the kernel, for the module of a function."""
-    rotate = registration.package(LAYERS["RotaryPosEmb"]).rotary_mul
-    cos_and_sin = _CosAndSin(found)
+    rotate = _Rotate(found)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        asked = None if torch.compiler.is_compiling() else _asked(found, args, kwargs)
-        if asked is None:
+        if torch.compiler.is_compiling() or not found.holds():
             return found.function(*args, **kwargs)
-        values, plan = asked
-        tensors = values[: plan.form.rotated]
-        dtypes = found.dtypes(plan, tensors[0].dtype, plan.form.tables(values)[0].dtype)
-        if dtypes is None:
-            return found.function(*args, **kwargs)
-        tables = cos_and_sin(plan, values, dtypes.asked)
-        if tables is None:
-            return found.function(*args, **kwargs)
-        cos, sin = tables
-        results = [plan.pairing.rotate(x, cos, sin, rotate).to(dtypes.result) for x in tensors]
-        return results[0] if plan.makes is Tensor else plan.makes(results)
+        return rotate(found.function, args, kwargs)
 
     return forward  # type: ignore[return-value]
 
 
-def _asked(found: Rotation, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Plan] | None:
-    """Return the arguments of a call and what the function computes of them; None where it is to compute itself."""
+def make_module_forward(what: Recognised, matched: FunctionType) -> FunctionType:
+    """Return the forward that rotates by the kernel, for modules of a class that were recognised as the same."""
+    found: Any = what.computed.rotation
+    rotate = _Rotate(found)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = functools.partial(class_forward(self, forward, matched), self)
+        if torch.compiler.is_compiling() or not (has_settings(self, what.settings) and found.holds()):
+            return own(*args, **kwargs)
+        return rotate(own, args, kwargs, held_tensors(self, found.names), self)
+
+    setattr(forward, MATCHED, matched)
+    return forward  # type: ignore[return-value]
+
+
+class _Rotate:
+    """Computes by the kernel what was found to rotate, or leaves a call to that itself."""
+
+    def __init__(self, found: Rotation) -> None:
+        self._found, self._cos_and_sin = found, _CosAndSin()
+        self._by_kernel = registration.package(LAYERS["RotaryPosEmb"]).rotary_mul
+
+    def __call__(
+        self,
+        function: Callable,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        held: Sequence[Any] = (),
+        owner: object = None,
+    ) -> Any:
+        """Rotate what a function is given.
+
+        Args:
+            function: what computes it otherwise, and is asked for cos and sin.
+            args: of the call.
+            kwargs: of the call.
+            held: the tensors of a module.
+            owner: that module.
+        """
+        found = self._found
+        asked = _asked(found, args, kwargs, held)
+        if asked is None:
+            return function(*args, **kwargs)
+        values, plan = asked
+        tensors, tables = values[: plan.form.rotated], plan.form.tables(values)
+        floats = [table.dtype for table in tables if table.is_floating_point()]
+        dtypes = found.dtypes(plan, tensors[0].dtype, floats[0] if floats else torch.float32)
+        if dtypes is None:
+            return function(*args, **kwargs)
+        call = functools.partial(found.signature.call, function)
+        lives = [*held, owner, *tables][0 if held or owner is not None else 1]  # what cos and sin are kept for
+        both = self._cos_and_sin(lambda *values: call(values), plan, values, dtypes.asked, lives)
+        if both is None:
+            return function(*args, **kwargs)
+        results = [plan.pairing.rotate(x, *both, self._by_kernel).to(dtypes.result) for x in tensors]
+        return results[0] if plan.makes is Tensor else plan.makes(results)
+
+
+def _asked(
+    found: Rotation, args: Sequence[Any], kwargs: Mapping[str, Any], held: Sequence[Any]
+) -> tuple[list[Any], Plan] | None:
+    """Return what is given in a call and held, and what is computed of it; None where the kernel is not to compute."""
     values = found.signature.values(args, kwargs)
-    if values is None or not found.holds() or torch._C._are_functorch_transforms_active():
+    if values is None or torch._C._are_functorch_transforms_active():
         return None
-    plan = found.plan(values)
+    given = len(values)
+    plan = found.plan(values := [*values, *held])
     if plan is None or values[0].device.type != "npu":
-        if plan is None:
+        if plan is None and found.left is None:
             found.left = " and ".join(str([*each.shape]) for each in values if isinstance(each, Tensor))
         return None
     tensors, tables = values[: plan.form.rotated], plan.form.tables(values)
-    floats = {table.dtype for table in tables if table.is_floating_point() or table.is_complex()}
-    if len(floats) > 1 or {x.dtype for x in tensors} != {values[0].dtype} or not values[0].numel():
+    if len({table.dtype for table in tables if table.is_floating_point()}) > 1:
+        return None
+    if {x.dtype for x in tensors} != {values[0].dtype} or not values[0].numel():
         return None
     if plan.multiplies and torch.is_autocast_enabled("npu"):
         return None
     if torch.is_grad_enabled() and any(table.requires_grad for table in tables):
         return None
-    return (values, plan) if all(x.device == values[0].device for x in (*tensors, *tables)) else None
+    # where a module holds its tensors is up to its forward
+    are_here = (x.device == values[0].device for x in (*tensors, *plan.form.tables(values[:given])))
+    return (values, plan) if all(are_here) else None
 
 
 # values of which the launches count, and not the bytes: to move so many takes less than to launch an operator.
 # Where each layer makes angles of its own, the function takes fewer launches than the question and the kernel
 _FEW = 1 << 18
+_CALLS = {1: 2, 2: 1}  # how often a layer calls what rotates so many: for q, and for k
 
 
 class _CosAndSin:
     """Asks a function for cos and sin, and keeps the last of each tensor of angles as long as that lives."""
 
-    def __init__(self, found: Rotation) -> None:
-        self._function = found.function
-        self._left: Any = None  # what was left to the function the last time
-        # by what the first tensor of angles is a view of
-        self._kept: dict[int, tuple[weakref.ref[Tensor], Any, list[Tensor], tuple[Tensor, Tensor]]] = {}
+    def __init__(self) -> None:
+        self._left: deque[Any] = deque(maxlen=3)  # what was asked for last, and is not kept
+        # by what the first tensor of angles is a view of, or by a module
+        self._kept: dict[int, tuple[weakref.ref[Any], Any, list[Tensor], tuple[Tensor, Tensor]]] = {}
 
-    def __call__(self, plan: Plan, values: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+    def __call__(
+        self, function: Callable, plan: Plan, values: Sequence[Any], dtype: torch.dtype, lives: Any
+    ) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin; None for few tokens of inference that are the first to rotate by their angles."""
         tables = plan.form.tables(values)
         are_few = not torch.is_grad_enabled() and values[0].numel() < _FEW
         # a graph computes what was made in it alone; modes see operators, and those have to be the same each time
         if torch._C._len_torch_dispatch_stack() or any(map(Tensor.is_inference, tables)) or _is_capturing():
-            return None if are_few else ask(self._function, plan, values, dtype, make_question)
-        bases = [table if table._base is None else table._base for table in tables]
+            return None if are_few else ask(function, plan, values, dtype, make_question)
+        bases = [_base(table) for table in tables]
         lie = [(id(b), t._version, t.storage_offset(), t.shape, t.stride()) for b, t in zip(bases, tables)]
-        key = dtype, plan, values[0].shape, lie
-        kept = self._kept.get(id(bases[0]))
+        numbers = [value for value in values if type(value) is int]
+        key = dtype, plan, plan.form.asked_shape(values), values[0].device, lie, numbers
+        lives = _base(lives)
+        kept = self._kept.get(id(lives))
         if kept is None or kept[1] != key:
-            if are_few and self._left != key:
-                self._left = key
+            self._left.append(key)
+            if are_few and self._left.count(key) <= _CALLS[plan.form.rotated]:
                 return None
             with torch.inference_mode(False):
-                made = ask(self._function, plan, values, dtype, _question)
-            alive = weakref.ref(bases[0], functools.partial(self._forget, id(bases[0])))
-            kept = self._kept[id(bases[0])] = alive, key, bases[1:], made
+                made = ask(function, plan, values, dtype, _question)
+            alive = weakref.ref(lives, functools.partial(self._forget, id(lives)))
+            kept = self._kept[id(lives)] = alive, key, [base for base in bases if base is not lives], made
         return kept[3]
 
     def _forget(self, number: int, _: object) -> None:
         self._kept.pop(number, None)
+
+
+def _base(value: Any) -> Any:
+    """Return what a tensor is a view of, or the value itself."""
+    base = getattr(value, "_base", None)
+    return value if base is None else base
 
 
 _question = functools.lru_cache(maxsize=64)(make_question)

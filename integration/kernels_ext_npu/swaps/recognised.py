@@ -1,4 +1,4 @@
-"""Norms, gated MLPs and activations of other people's code, which are found by running them (matching/by_running.py).
+"""Norms, gated MLPs, activations and rotations of other people's code, which are found by running them.
 
 Such a module gets a forward that hands the layer what plays its roles, whatever the names. Where a setting has changed
 since, the forward of its class computes.
@@ -19,6 +19,7 @@ from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.loaded_kernels import forward_owner, set_forward
 from kernels_ext_npu.binding.step_aside import guarded_forward
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, ROTARY
+from kernels_ext_npu.matching.classification import rotary_methods
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.reasons import Reason
@@ -34,7 +35,10 @@ _WHAT = "_kernels_recognised"  # attribute of a forward of ours: what the module
 
 
 def find(view: View) -> Iterator[Decision]:
-    """Decide of every module that is a norm, a gated MLP or an activation by what it computes."""
+    """Decide of every module that is a norm, a gated MLP, an activation or a rotation by what it computes.
+
+    A method that is called as a rotation is has a row that says why it is left alone.
+    """
     for path, module in view.named:
         what = view.recognised.get(module)
         if what is not None and not (what.computed.rotation and _calls_rotation(view, module)):
@@ -44,6 +48,10 @@ def find(view: View) -> Iterator[Decision]:
             kind = KIND_OF_LAYER[layer].in_models if layer else ROTARY.in_models
             make = functools.partial(_make_forward, what, type(module).forward)
             yield Decision(path, module, layer, _refusal(module, what, before), present, kind=kind, make=make)
+        elif what is None and view.facts[type(module)].is_run and not _calls_rotation(view, module):
+            for name in rotary_methods(type(module)):
+                full_name, kind = f"{type(module).__name__}.{name}", ROTARY.in_models
+                yield Decision(path, module, None, refusals.METHOD, kind=kind, function=name, class_name=full_name)
 
 
 def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import kernels_ext_npu
 from tests.integration.matching import lookalike_rotating_modules as lookalikes
@@ -24,6 +24,7 @@ from tests.integration.matching.other_peoples_rotating_modules import (
     QueriesAndKeys,
     S,
     heads,
+    rotate_half,
 )
 from tests.integration.matching.rotating_blocks import Block, as_list, assert_same, counted, kernelized, launched, on
 from tests.support.served import rows
@@ -100,6 +101,52 @@ def test_what_only_looks_like_one_is_left_alone(registered, cls) -> None:
 def test_the_report_says_what_no_rotation_does(registered, cls, reason: str) -> None:
     (row,) = rows(kernelized(cls()))
     assert row.reason == f"no kernel computes what its forward computes: {reason}"
+
+
+def rope_by(x, cos, sin):
+    return x * cos + rotate_half(x) * sin
+
+
+class ByFunction(QueriesAndKeys):
+    """Leaves the rotation to a function."""
+
+    def forward(self, q, k):
+        cos, sin = self.cos[: q.shape[-2]], self.sin[: q.shape[-2]]
+        return rope_by(q, cos, sin), rope_by(k, cos, sin)
+
+
+def test_a_function_that_is_served_is_not_served_twice(registered) -> None:
+    plain = ByFunction()
+    model, x = kernelized(copy.deepcopy(plain)), heads()
+    assert [(row.path, row.kernel, row.swapped) for row in rows(model)] == [("part.rope_by", "RotaryPosEmb", True)]
+    assert launched(lambda: model(x.npu(), x.npu())) == 2
+    assert_same(model(x.npu(), x.npu()), plain(x, x))
+
+
+class ByMethods(nn.Module):
+    """Does more than rotate."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cos", torch.randn(S, D))
+        self.register_buffer("sin", torch.randn(S, D))
+
+    def apply_rope(self, x, cos, sin):
+        return x * cos + torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1) * sin
+
+    @staticmethod
+    def apply_rotary(x, cos, sin):
+        return x * cos - torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1) * sin
+
+    def forward(self, q, k):
+        return (self.apply_rope(q, self.cos, self.sin) @ self.apply_rotary(k, self.cos, self.sin).mT).softmax(-1)
+
+
+def test_the_report_says_of_methods_that_nothing_takes_their_place(registered) -> None:
+    found = [(row.path, row.class_name, row.swapped, row.reason) for row in rows(kernelized(ByMethods()))]
+    reason = "it is a method: kernels take the place of modules, and of functions of a file"
+    names = ["apply_rope", "apply_rotary"]
+    assert found == [(f"part.{name}", f"ByMethods.{name}", False, reason) for name in names]
 
 
 def test_cos_and_sin_are_asked_for_once_for_queries_and_keys_of_all_layers(registered) -> None:

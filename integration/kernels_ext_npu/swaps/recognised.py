@@ -49,11 +49,9 @@ def find(view: View) -> Iterator[Decision]:
             kind = KIND_OF_LAYER[layer].in_models if layer else ROTARY.in_models
             make = functools.partial(_make_forward, what, type(module).forward)
             yield Decision(path, module, layer, _refusal(module, what, before), present, kind=kind, make=make)
-        elif what is None and (facts := view.facts[type(module)]).is_run:
-            calls_others = any(callee.kind is ROTARY for callee in facts.functions)  # of which there are rows
-            for name in () if calls_others else rotary_methods(type(module)):
-                full_name = f"{type(module).__name__}.{name}"
-                kind = ROTARY.in_models
+        elif what is None and view.facts[type(module)].is_run and not _calls_rotation(view, module):
+            for name in rotary_methods(type(module)):
+                full_name, kind = f"{type(module).__name__}.{name}", ROTARY.in_models
                 yield Decision(path, module, None, refusals.METHOD, kind=kind, function=name, class_name=full_name)
 
 

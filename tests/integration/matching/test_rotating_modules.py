@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import kernels_ext_npu
 from tests.integration.matching import lookalike_rotating_modules as lookalikes
@@ -123,8 +123,13 @@ def test_a_function_that_is_served_is_not_served_twice(registered) -> None:
     assert_same(model(x.npu(), x.npu()), plain(x, x))
 
 
-class ByMethods(QueriesAndKeys):
+class ByMethods(nn.Module):
     """Does more than rotate."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cos", torch.randn(S, D))
+        self.register_buffer("sin", torch.randn(S, D))
 
     def apply_rope(self, x, cos, sin):
         return x * cos + torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1) * sin
@@ -134,8 +139,7 @@ class ByMethods(QueriesAndKeys):
         return x * cos - torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1) * sin
 
     def forward(self, q, k):
-        scores = self.apply_rope(q, self.cos[:S], self.sin[:S]) @ self.apply_rotary(k, self.cos[:S], self.sin[:S]).mT
-        return scores.softmax(-1)
+        return (self.apply_rope(q, self.cos, self.sin) @ self.apply_rotary(k, self.cos, self.sin).mT).softmax(-1)
 
 
 def test_the_report_says_of_methods_that_nothing_takes_their_place(registered) -> None:

@@ -10,6 +10,7 @@ import torch
 from kernels_ext_npu.transformers_internals import cells, is_kernel_function, original_function
 
 Setting = tuple[dict[str, Any], str, Any]  # globals, a name in them, and what it was
+_PURE = ("torch", "einops")  # libraries whose functions read nothing that changes
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -18,16 +19,18 @@ def read_globals(function: FunctionType) -> tuple[Setting, ...] | None:
     found: dict[tuple[int, str], Setting] = {}
     waiting = [function]
     for each in waiting:  # grows while it runs
-        if cells(each):
+        held = cells(each).values()  # torch's decorators hold what they call
+        if not all(isinstance(value, (FunctionType, torch.autocast)) for value in held):
             return None
+        waiting += [value for value in held if isinstance(value, FunctionType) and value not in waiting]
         names = each.__globals__
         for name in sorted(_names(each.__code__) & names.keys()):
             value = _unbound(names[name])
             if not isinstance(value, (FunctionType, BuiltinFunctionType, ModuleType, type, *CONSTANTS)):
                 return None
             found[id(names), name] = names, name, value
-            if isinstance(value, FunctionType) and value not in waiting and not value.__module__.startswith("torch."):
-                waiting.append(value)
+            if isinstance(value, FunctionType) and value.__module__.partition(".")[0] not in _PURE:
+                waiting += [value] if value not in waiting else []
     return tuple(found.values())
 
 

@@ -193,17 +193,35 @@ class Signature:
         return function(*values[: self.positional], **named)
 
 
+class TableFirst(Signature):
+    """The parameters of a function whose second is rotated, and whose first holds the angles: in the other order."""
+
+    def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+        """Return what each parameter is given in a call; None if the function would refuse it."""
+        found = super().values(args, kwargs)
+        return None if found is None else [found[1], found[0], *found[2:]]
+
+    def call(self, function: Callable, values: Sequence[Any]) -> Any:
+        """Call a function with what each parameter is given."""
+        return super().call(function, [values[1], values[0], *values[2:]])
+
+
 def candidate_forms(signature: Signature) -> Iterator[Form]:
     """Yield the forms that the parameters of a rotary function may have."""
     required = signature.defaults.count(inspect.Parameter.empty)
-    for rotated, dims in product((2, 1), _ROTATED):
-        k = tuple("M" if dim == "N" else dim for dim in dims)
-        first = (Given(dims), Given(k))[:rotated]
-        for tables in _tables():
-            given = (*first, *tables)
-            if required <= len(given) <= signature.positional:
-                rest = [_values(default) for default in signature.defaults[len(given) :]]
-                yield from (Form((*given, *settings), rotated) for settings in product(*rest))
+    for first, tables in product(_first_arguments(), _tables()):
+        given = (*first, *tables)
+        if required <= len(given) <= signature.positional:
+            rest = [_values(default) for default in signature.defaults[len(given) :]]
+            yield from (Form((*given, *settings), len(first)) for settings in product(*rest))
+
+
+def _first_arguments() -> Iterator[tuple[Given, ...]]:
+    """Yield what may be rotated: q and k, of other heads or as many, or one tensor."""
+    for dims in _ROTATED:
+        yield Given(dims), Given(tuple("M" if dim == "N" else dim for dim in dims))
+    yield from ((Given(dims), Given(dims)) for dims in _ROTATED)
+    yield from ((Given(dims),) for dims in _ROTATED)
 
 
 def forms_with(signature: Signature, held: Sequence[Tensor], numbers: Collection[int]) -> Iterator[Form]:

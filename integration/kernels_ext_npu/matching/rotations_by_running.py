@@ -10,6 +10,7 @@ position and at several, and in 16 bits.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from kernels_ext_npu.matching.asked_lengths import asked_lengths
 from kernels_ext_npu.matching.function_settings import CONSTANTS, Setting, hold, read_globals
-from kernels_ext_npu.matching.rotary_forms import Form, Settings, Signature, candidate_forms, ranks
+from kernels_ext_npu.matching.rotary_forms import Form, Settings, Signature, TableFirst, candidate_forms, ranks
 from kernels_ext_npu.matching.rotary_pairs import PAIRINGS, Pairing, rotary_mul
 from kernels_ext_npu.matching.watched_runs import NotRecognisedError, Watched, are_same, is_close, isolated
 
@@ -31,6 +32,7 @@ _OPERATORS = {
     *("copy", "empty_like", "empty", "zeros_like", "new_empty", "slice_scatter", "contiguous"),
 }
 _PRODUCTS = {"mm", "bmm"}  # whose dtypes autocast decides
+_MOST_OTHERS = 12  # forms that a function takes that is no rotation of any
 _MOST_SETTINGS = (
     8  # which a function is tried with that is called with the same ranks; a number may be another each time
 )
@@ -66,13 +68,15 @@ class Rotation:
         settings: tuple[Setting, ...] = (),
         forms: Iterable[Form] | None = None,
     ) -> None:
-        self.function, self.signature, self._settings = function, signature, settings
+        self.function, self.signature, self.settings = function, signature, settings
+        self._compute: Callable = function if forms is not None else lambda *values: signature.call(function, values)
         self._forms: dict[tuple[Any, ...], dict[Settings, list[Form]]] = {}  # by ranks, those of functions by settings
         self._is_function = forms is None
         for form in candidate_forms(signature) if forms is None else forms:
             given = form.settings if self._is_function else ()
             self._forms.setdefault(form.ranks, {}).setdefault(given, []).append(form)
         self._plans: dict[Form, Plan | None] = {}
+        self._others = 0  # forms that it takes, and of which it is no rotation
         self.refused: str | None = None  # what it does that is in no rotation, if that was seen
         self.left: str | None = None  # shapes of which it was called and is not known to be a rotation
         self._dtypes: dict[tuple[Plan, torch.dtype, torch.dtype], Dtypes | None] = {}
@@ -81,12 +85,16 @@ class Rotation:
     def layer(self) -> str:
         """The layer that computes the same of cos and sin; empty if there is no form of which it is a rotation."""
         forms = [form for by_settings in self._forms.values() for forms in by_settings.values() for form in forms]
-        plans = (self._plan(form) for form in forms)
-        return next((plan.pairing.layer for plan in plans if plan is not None), "")
+        for form in forms:
+            if (plan := self._plan(form)) is not None:
+                return plan.pairing.layer
+            if self._others >= _MOST_OTHERS:
+                break
+        return ""
 
     def holds(self) -> bool:
         """Tell whether what the function was read from is as it was."""
-        return hold(self._settings)
+        return hold(self.settings)
 
     def plan(self, values: Sequence[Any]) -> Plan | None:
         """Return what it computes of arguments, one for each parameter; None if that is unknown."""
@@ -119,7 +127,7 @@ class Rotation:
         key = plan, dtype, table_dtype
         if key not in self._dtypes:
             with isolated():
-                self._dtypes[key] = _tries(lambda: _dtypes(self.function, plan, dtype, table_dtype))
+                self._dtypes[key] = _tries(lambda: _dtypes(self._compute, plan, dtype, table_dtype))
         return self._dtypes[key]
 
     def _plan(self, form: Form) -> Plan | None:
@@ -127,7 +135,8 @@ class Rotation:
             self._plans[form] = None
             try:
                 with isolated():
-                    self._plans[form] = _plan(self.function, form)
+                    self._plans[form] = plan = _plan(self._compute, form)
+                self._others += plan is None
             except NotRecognisedError as error:
                 self.refused = str(error)
             except Exception:  # whatever a function raises that is given what it does not expect
@@ -179,6 +188,9 @@ def find_rotation(function: FunctionType) -> Rotation | None:
         signature, settings = Signature(function), read_globals(function)
         is_plain = signature.is_plain and signature.positional == len(signature.names)
         known = Rotation(function, signature, settings) if is_plain and settings is not None else None
+        if known is not None and not known.layer and signature.defaults[:2] == [inspect.Parameter.empty] * 2:
+            other = Rotation(function, TableFirst(function), known.settings)
+            known = other if other.layer else known
         _known[function] = known
     return known
 
@@ -204,7 +216,7 @@ def _plan(function: Callable, form: Form) -> Plan | None:
     values, called = form.make(form.small_sizes(), torch.float64, torch.float64), set[str]()
     results = _run(function, form, values, called)
     if any(result.shape != x.shape for result, x in zip(results, values)):
-        return None
+        raise ValueError("it returns something else")
     makes: Any = type(function(*values))
     for pairing in PAIRINGS:
         plan = Plan(form, pairing, makes)

@@ -1,6 +1,7 @@
 """Rotary functions as other people spell them, and functions that only look like one."""
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 B, N, M, S, T, D = 2, 8, 4, 6, 20, 64
@@ -194,6 +195,30 @@ def apply_rope_to_both(q, k, cos, sin):
     return apply_rope_litgpt(q, cos, sin), apply_rope_litgpt(k, cos, sin)
 
 
+def rotate_by_einops(x):
+    x1, x2 = rearrange(x, "... (j d) -> ... j d", j=2).unbind(dim=-2)
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def rotary_with_angles_first(pos, t):
+    return (t * pos.cos()) + (rotate_by_einops(t) * pos.sin())
+
+
+@torch.autocast("cuda", enabled=False)
+def apply_rotary_without_autocast(t, freqs, scale=1):
+    rotated, passed = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
+    rotated = rotated * freqs.cos() * scale + rotate_by_einops(rotated) * freqs.sin() * scale
+    return torch.cat((rotated, passed), dim=-1)
+
+
+def apply_rope_of_as_many_heads(xq, xk, freqs_cis):
+    freqs_cis = freqs_cis.unsqueeze(-2)
+    xq_ = torch.view_as_complex(xq.float().view(*xq.shape[:-1], -1, 2))
+    xk_ = torch.view_as_complex(xk.float().view(*xq.shape[:-1], -1, 2))
+    xq_out, xk_out = (torch.view_as_real(x * freqs_cis).flatten(-2) for x in (xq_, xk_))
+    return xq_out.type_as(xq), xk_out.type_as(xk)
+
+
 def apply_rotary_in_parts(q, cos, sin):
     o = torch.empty_like(q)
     h = q.shape[-1] // 2
@@ -342,6 +367,11 @@ SERVED = {
     "apply_rotary_timm": ("RotaryPosEmbInterleaved", lambda: (heads(N), table(S, 2 * D))),
     "apply_rot_embed": ("RotaryPosEmbInterleaved", lambda: (heads(N), table(S, 2 * D))),
     "apply_rope_to_both": ("RotaryPosEmb", lambda: (*_qk(), table(S, D), table(S, D))),
+    "apply_rotary_without_autocast": ("RotaryPosEmb", lambda: (heads(N), table(S, D // 2))),
+    "apply_rope_of_as_many_heads": (
+        "RotaryPosEmbInterleaved",
+        lambda: (heads(N, False), heads(N, False), units(S, D // 2)),
+    ),
     "apply_rotary_in_parts": ("RotaryPosEmb", lambda: (heads(N), table(S, D // 2), table(S, D // 2))),
     "apply_rotary_einsum": ("RotaryPosEmb", lambda: (*_qk(), table(S, D // 2), table(S, D // 2))),
 }

@@ -182,6 +182,21 @@ def test_a_setting_of_a_call_may_be_another_rotation(registered) -> None:
         torch.testing.assert_close(ours[0].cpu(), plain(x, angles, half=half), rtol=1e-5, atol=1e-5)
 
 
+def test_angles_may_come_first(registered) -> None:
+    model, plain = kernelized("rotary_with_angles_first"), others.rotary_with_angles_first
+    angles, x = table(S, D), heads(N)
+    leaves = x.npu().requires_grad_(), x.clone().requires_grad_()
+    results: list[Tensor] = []
+    assert launched(lambda: results.append(model(angles.npu(), t=leaves[0]))) == 1
+    results.append(plain(angles, leaves[1]))
+    torch.testing.assert_close(results[0].cpu(), results[1], rtol=1e-5, atol=1e-5)
+    for result in results:
+        result.square().sum().backward()
+    torch.testing.assert_close(leaves[0].grad.cpu(), leaves[1].grad, rtol=1e-5, atol=1e-5)
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        model(angles.npu())
+
+
 def test_a_function_whose_helper_has_a_kernel_is_found(registered) -> None:
     kernelized("apply_rope_litgpt")
     assert said(kernelized("apply_rope_to_both")) == [("RotaryPosEmb", True)]

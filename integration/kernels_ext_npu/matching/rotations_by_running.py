@@ -162,15 +162,23 @@ def find_rotation(function: FunctionType) -> Rotation | None:
     return known
 
 
-def read_globals(function: FunctionType) -> tuple[_Setting, ...] | None:
-    """Return the globals that a function and its helpers read; None if some are neither code nor constants."""
+def read_globals(function: FunctionType, cls: type = object) -> tuple[_Setting, ...] | None:
+    """Return the globals that a function and its helpers read; None if some are neither code nor constants.
+
+    Methods of a class are helpers, too.
+    """
+    own = [vars(base) for base in cls.__mro__ if base not in (nn.Module, object)]
     found: dict[tuple[int, str], _Setting] = {}
     waiting = [function]
     for each in waiting:  # grows while it runs
-        if cells(each):
+        if not all(isinstance(cell, type) for cell in cells(each).values()):  # super() has its class there
             return None
-        names = each.__globals__
-        for name in sorted(_names(each.__code__) & names.keys()):
+        names, read = each.__globals__, _names(each.__code__)
+        methods = [
+            getattr(members[name], "__func__", members[name]) for members in own for name in read & members.keys()
+        ]
+        waiting += [each for each in methods if isinstance(each, FunctionType) and each not in waiting]
+        for name in sorted(read & names.keys()):
             value = names[name]
             if not isinstance(value, (FunctionType, BuiltinFunctionType, ModuleType, type, *_CONSTANTS)):
                 return None

@@ -15,11 +15,10 @@ from torch import nn
 
 from kernels_ext_npu.matching.activations_by_running import find_activation
 from kernels_ext_npu.matching.computed import Recognised
-from kernels_ext_npu.matching.function_settings import read_globals
 from kernels_ext_npu.matching.mlps_by_running import find_gated_mlp
 from kernels_ext_npu.matching.module_settings import is_opaque, read_settings
 from kernels_ext_npu.matching.norms_by_running import find_norm
-from kernels_ext_npu.matching.rotating_modules import find_rotating_module, held_tensors, tensor_names
+from kernels_ext_npu.matching.rotating_modules import find_rotating_module, held_tensors, read_helpers, tensor_names
 from kernels_ext_npu.matching.watched_runs import OwnOperatorError, attempt, isolated
 
 _known: dict[Any, Recognised | str | None] = {}
@@ -34,7 +33,7 @@ def recognise(module: nn.Module) -> Recognised | str | None:
     opaque = tuple((name, type(child)) for name, child in module._modules.items() if is_opaque(child))
     shapes = tuple((name, None if p is None else (p.dim(), p.shape[-1:])) for name, p in module._parameters.items())
     held = tuple((name, each.shape, each.dtype) for name, each in zip(tensors, held_tensors(module, tensors)))
-    helpers = tuple((name, value) for _, name, value in read_globals(settings.forward) or ()) if tensors else ()
+    helpers = tuple((name, value) for _, name, value in read_helpers(type(module)) or ()) if tensors else ()
     key = settings, opaque, shapes, held, helpers
     if key not in _known:
         plain = (find_norm, find_activation, find_gated_mlp, find_rotating_module)

@@ -6,6 +6,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 from kernels_ext_npu.transformers_internals import cells, is_kernel_function, original_function
 
@@ -14,23 +15,29 @@ _PURE = ("torch", "einops")  # libraries whose functions read nothing that chang
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
 
 
-def read_globals(function: FunctionType) -> tuple[Setting, ...] | None:
-    """Return the globals that a function and its helpers read; None if some are neither code nor constants."""
+def read_globals(function: FunctionType, cls: type = object) -> tuple[Setting, ...] | None:
+    """Return the globals that a function and its helpers read; None if some are neither code nor constants.
+
+    Methods of a class are helpers, too.
+    """
+    own = [vars(base) for base in cls.__mro__ if base not in (nn.Module, object)]
     found: dict[tuple[int, str], Setting] = {}
     waiting = [function]
     for each in waiting:  # grows while it runs
-        held = cells(each).values()  # torch's decorators hold what they call
-        if not all(isinstance(value, (FunctionType, torch.autocast)) for value in held):
+        held = list(cells(each).values())  # torch's decorators hold what they call, and super() has its class there
+        if not all(isinstance(value, (FunctionType, torch.autocast, type)) for value in held):
             return None
-        waiting += [value for value in held if isinstance(value, FunctionType) and value not in waiting]
-        names = each.__globals__
-        for name in sorted(_names(each.__code__) & names.keys()):
+        names, read = each.__globals__, _names(each.__code__)
+        methods = [members[name] for members in own for name in read & members.keys()]
+        helpers = [*held, *(getattr(method, "__func__", method) for method in methods)]
+        for name in sorted(read & names.keys()):
             value = _unbound(names[name])
             if not isinstance(value, (FunctionType, BuiltinFunctionType, ModuleType, type, *CONSTANTS)):
                 return None
             found[id(names), name] = names, name, value
-            if isinstance(value, FunctionType) and value.__module__.partition(".")[0] not in _PURE:
-                waiting += [value] if value not in waiting else []
+            helpers.append(value)
+        functions = [helper for helper in dict.fromkeys(helpers) if isinstance(helper, FunctionType)]
+        waiting += [h for h in functions if h not in waiting and h.__module__.partition(".")[0] not in _PURE]
     return tuple(found.values())
 
 

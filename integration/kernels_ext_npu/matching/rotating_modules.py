@@ -7,6 +7,7 @@ frequencies. It is tried with random numbers in the place of both, on a stand-in
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ class RotatingModule(Rotation):
     def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
         signature = Signature(type(module).forward, 1)  # type: ignore[arg-type]
         forms = forms_with(signature, held_tensors(module, names), () if names else numbers(module, int))
-        settings = read_globals(type(module).forward) or ()  # type: ignore[arg-type]
-        super().__init__(_stand_in_function(module, names, signature), signature, settings, forms)
+        super().__init__(
+            _stand_in_function(module, names, signature), signature, read_helpers(type(module)) or (), forms
+        )
         self.names = names
 
 
@@ -48,13 +50,18 @@ def held_tensors(module: nn.Module, names: tuple[str, ...]) -> list[Any]:
     return [module._buffers.get(name, vars(module).get(name)) for name in names]
 
 
+def read_helpers(cls: Any) -> tuple[Any, ...] | None:
+    """Return what a forward reads outside of its module; None if some of that is neither code nor a constant."""
+    return read_globals(cls.forward, cls) if isinstance(cls.forward, FunctionType) else None
+
+
 def find_rotating_module(module: nn.Module) -> Computed | None:
     """Return the layer that rotates as a module does; none of one that is called so, and does what no rotation does."""
     names, cls = tensor_names(module), type(module)
     if not names and _ANGLES.isdisjoint(names_read(cls, cls.forward)):  # type: ignore[arg-type]
         return None
     found = RotatingModule(module, names)
-    if not found.signature.is_plain:
+    if read_helpers(cls) is None or not found.signature.is_plain:
         return None
     is_called_so = classify_class(cls) is None and ROTATING_NAMES.search(cls.__name__.lower())
     return Computed(found.layer, rotation=found) if found.layer or (found.refused and is_called_so) else None

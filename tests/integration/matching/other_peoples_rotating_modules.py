@@ -64,7 +64,7 @@ class OneTable(nn.Module):
 
     def __init__(self):
         super().__init__()
-        both = torch.cat([angles(), angles()], -1)
+        both = angles().repeat(1, 2)
         self.register_buffer("cache", torch.cat([both.cos(), both.sin()], -1), persistent=False)
 
     def forward(self, x, input_pos=None):
@@ -108,6 +108,13 @@ class FourDimensions(nn.Module):
         return x * cos + self.turned(x) * sin
 
 
+class OwnHelper(FourDimensions):
+    """Calls a function in a method alone."""
+
+    def turned(self, x):
+        return rotate_half(x)
+
+
 class ComplexTable(nn.Module):
     """Multiplies with complex numbers."""
 
@@ -132,8 +139,7 @@ class FromAPosition(nn.Module):
 
     def forward(self, x, start_pos=0):
         end = start_pos + x.shape[1]
-        cos, sin = self.cos[start_pos:end, None], self.sin[start_pos:end, None]
-        even, odd = x[..., 0::2], x[..., 1::2]
+        cos, sin, even, odd = *(t[start_pos:end, None] for t in (self.cos, self.sin)), x[..., 0::2], x[..., 1::2]
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
@@ -214,8 +220,7 @@ class PositionsFirst(nn.Module):
         self.register_buffer("phase", angles()[:, None, None], persistent=False)
 
     def forward(self, x):
-        phase = self.phase[: x.shape[0]]
-        a, b = x.tensor_split(2, -1)
+        phase, (a, b) = self.phase[: x.shape[0]], x.tensor_split(2, -1)
         return torch.cat((a * phase.cos() + b * phase.sin(), b * phase.cos() - a * phase.sin()), -1)
 
 
@@ -228,8 +233,7 @@ class OneHead(nn.Module):
         self.register_buffer("sin", angles().sin(), persistent=False)
 
     def forward(self, x):
-        cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
-        even, odd = x[..., ::2], x[..., 1::2]
+        cos, sin, even, odd = self.cos[: x.shape[1]], self.sin[: x.shape[1]], x[..., ::2], x[..., 1::2]
         return torch.cat((even * cos - odd * sin, odd * cos + even * sin), -1)
 
 
@@ -243,7 +247,7 @@ class Louder(nn.Module):
 
     def forward(self, x):
         turns = torch.arange(x.shape[-2], device=x.device)[:, None] * self.inv_freq
-        emb = torch.cat((turns, turns), dim=-1)
+        emb = turns.repeat(1, 2)
         return x * (self.mscale * emb.cos()) + rotate_half(x) * (self.mscale * emb.sin())
 
 
@@ -256,8 +260,7 @@ class Dynamic(nn.Module):
         self.register_buffer("inv_freq", frequencies(), persistent=False)
 
     def forward(self, x):
-        length = x.shape[-2]
-        inv_freq = self.inv_freq
+        length, inv_freq = x.shape[-2], self.inv_freq
         if length > self.max_len:
             inv_freq = inv_freq * (self.max_len / length)
         turns = torch.arange(length, device=x.device)[:, None] * inv_freq
@@ -281,6 +284,7 @@ SERVED = {
     OneTable: ("RotaryPosEmb", lambda: (heads(False), _positions())),
     QueriesAndKeys: ("RotaryPosEmb", lambda: (heads(), heads(count=M))),
     FourDimensions: ("RotaryPosEmb", lambda: (heads(),)),
+    OwnHelper: ("RotaryPosEmb", lambda: (heads(),)),
     ComplexTable: ("RotaryPosEmbInterleaved", lambda: (heads(False), heads(False, M))),
     FromAPosition: ("RotaryPosEmbInterleaved", lambda: (heads(False), 3)),
     ByPositions: ("RotaryPosEmb", lambda: (heads(), _positions())),

@@ -77,8 +77,9 @@ def test_a_changed_setting_is_its_own_until_it_is_looked_at_again(registered) ->
     assert_same(model(x.npu()), plain(x))
 
 
-def test_a_helper_that_was_replaced_is_seen(registered, monkeypatch) -> None:
-    model, x = kernelized(others.Louder()), heads().npu()
+@pytest.mark.parametrize("cls", [others.Louder, others.OwnHelper])
+def test_a_helper_that_was_replaced_is_seen(registered, monkeypatch, cls) -> None:
+    model, x = kernelized(cls()), heads().npu()
     monkeypatch.setattr(others, "rotate_half", lambda x: -x)
     assert launched(lambda: model(x)) == 0
     kernels_ext_npu.kernelize(model)

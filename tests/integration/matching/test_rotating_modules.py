@@ -107,12 +107,20 @@ def rope_by(x, cos, sin):
     return x * cos + rotate_half(x) * sin
 
 
-class ByFunction(QueriesAndKeys):
+class Tables(nn.Module):
+    """Holds cos and sin."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("cos", torch.randn(S, D))
+        self.register_buffer("sin", torch.randn(S, D))
+
+
+class ByFunction(Tables):
     """Leaves the rotation to a function."""
 
     def forward(self, q, k):
-        cos, sin = self.cos[: q.shape[-2]], self.sin[: q.shape[-2]]
-        return rope_by(q, cos, sin), rope_by(k, cos, sin)
+        return rope_by(q, self.cos, self.sin), rope_by(k, self.cos, self.sin)
 
 
 def test_a_function_that_is_served_is_not_served_twice(registered) -> None:
@@ -123,13 +131,8 @@ def test_a_function_that_is_served_is_not_served_twice(registered) -> None:
     assert_same(model(x.npu(), x.npu()), plain(x, x))
 
 
-class ByMethods(nn.Module):
+class ByMethods(Tables):
     """Does more than rotate."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("cos", torch.randn(S, D))
-        self.register_buffer("sin", torch.randn(S, D))
 
     def apply_rope(self, x, cos, sin):
         return x * cos + torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1) * sin

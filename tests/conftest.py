@@ -52,9 +52,21 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage from here on, and look for it in what comes: imports leave none, and a million objects."""
+    """Collect garbage from here on, and look for it in what comes: imports leave none, and a million objects.
+
+    Less often than Python does: most of what tests make goes without being looked for.
+    """
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
     gc.enable()
+    leave_guards_untimed()
+
+
+def leave_guards_untimed() -> None:
+    """Let torch.compile not time guards, for which it empties the caches of the CPU: half the time of a small graph."""
+    guards = sys.modules.get("torch._dynamo.guards")
+    if hasattr(guards, "profile_guard_manager"):
+        guards.profile_guard_manager = lambda *args: 0.0  # microseconds, which it logs
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

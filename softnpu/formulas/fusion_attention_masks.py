@@ -7,7 +7,7 @@ ops-transformer, attention/flash_attention_score/op_host/flash_attention_score_t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -65,10 +65,11 @@ class Masking:
         """
         if self.atten_mask is None:
             return None
-        (b, n, s_q, s_k), mask, mode = shape, self.atten_mask.bool(), self.sparse_mode
+        (b, n, s_q, s_k), mode = shape, self.sparse_mode
         if mode in (DEFAULT_MASK, ALL_MASK):
-            return self._given(mask, [b, n, s_q, s_k])
+            return self._given(self.atten_mask.bool(), [b, n, s_q, s_k])
         if mode == PREFIX:
+            mask = self.atten_mask.bool()
             expected = torch.stack([self._outside_prefix(s_q, s_k, j) for j in range(b)]).unsqueeze(1)
             rule = f"sparse_mode 5 takes its own prefix mask as atten_mask, [{b}, 1 or {n}, {s_q}, {s_k}]"
             fits = mask.dim() == 4 and mask.shape[0] == b and mask.shape[1] in (1, n) and mask.shape[2:] == (s_q, s_k)
@@ -79,12 +80,12 @@ class Masking:
         if mode == PREFIX_COMPRESSED:
             rule = f"sparse_mode 6 takes the upper triangle of {COMPRESSED} x {COMPRESSED} and below it"
             rule += f" {PREFIX_ROWS} rows of zeros left and ones right as atten_mask"
-            self._require_constant(_triangle_and_rectangle(), rule)
+            self._require_constant(rule)
             if self.layout == "TND":
                 return self._outside_prefix(s_q, s_k, i)
             return torch.stack([self._outside_prefix(s_q, s_k, j) for j in range(b)]).unsqueeze(1)
         rule = f"sparse_mode {mode} takes the upper triangle of {COMPRESSED} x {COMPRESSED} as atten_mask"
-        self._require_constant(_upper_triangle(), rule)
+        self._require_constant(rule)
         if mode == LEFT_UP_CAUSAL or (mode == BAND_LEFT_UP_CAUSAL and not is_band):
             return outside(s_q, s_k, 0, UNBOUNDED, 0)
         if mode == RIGHT_DOWN_CAUSAL or (mode == RIGHT_DOWN_CAUSAL_BAND and not is_band):
@@ -101,11 +102,22 @@ class Masking:
         by_prefix = self.sparse_mode in (PREFIX, PREFIX_COMPRESSED) and s_q > s_k
         return by_prefix or self.sparse_mode == RIGHT_DOWN_CAUSAL
 
-    def _require_constant(self, constant: Tensor, rule: str) -> None:
+    @cached_property
+    def _constant(self) -> Tensor:
+        """Return the mask that the mode takes where it is no mask of the positions themselves."""
+        return _triangle_and_rectangle() if self.sparse_mode == PREFIX_COMPRESSED else _upper_triangle()
+
+    @cached_property
+    def _is_constant(self) -> bool:
+        """Tell whether it was given, once for all sequences of a call: there are millions of positions."""
+        assert self.atten_mask is not None
+        return _are_equal(self.atten_mask.bool(), self._constant)
+
+    def _require_constant(self, rule: str) -> None:
         """Refuse another mask than the one that a mode takes."""
         assert self.atten_mask is not None
-        require(self.atten_mask.shape == constant.shape, self.operator, rule)
-        require_values(_are_equal(self.atten_mask.bool(), constant), self.operator, rule)
+        require(self.atten_mask.shape == self._constant.shape, self.operator, rule)
+        require_values(self._is_constant, self.operator, rule)
 
     def _given(self, mask: Tensor, shape: list[int]) -> Tensor:
         b, _, s_q, s_k = shape

@@ -183,10 +183,11 @@ class Attention:
         require(len(self.query_ends or []) <= MOST_SEQUENCES and max(t_q, t_k) <= LONGEST, operator, most)
         require(all(k > 0 for q, k in self.lengths if q > 0), operator, f"queries need keys in every sequence: {given}")
 
-    def _is_band(self, i: int) -> bool:
-        """Tell whether sequence i is the one that modes 7 and 8 give the window to."""
+    @cached_property
+    def _band(self) -> int:
+        """The sequence that modes 7 and 8 give the window to."""
         filled = [j for j, pair in enumerate(self.lengths) if min(pair) > 0] or [0]
-        return i == (filled[0] if self.sparse_mode == BAND_LEFT_UP_CAUSAL else filled[-1])
+        return filled[0] if self.sparse_mode == BAND_LEFT_UP_CAUSAL else filled[-1]
 
     def _sequences(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
         """Split the tensors by sequence; the second and third, key and value, follow the keys' lengths."""
@@ -220,7 +221,7 @@ class Attention:
         """Return exp(score - maximum), the maximum and the sum of every row. The sink is one more score of the row."""
         lengths = self.lengths or [(q.shape[2], k.shape[2])]
         scores = self.bias.added(q.float() @ k.float().mT, self.scale, i, lengths)
-        hidden = self.masking.hidden(scores.shape, i, self._is_band(i))
+        hidden = self.masking.hidden(scores.shape, i, i == self._band)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
             if self.layout == "TND":

@@ -123,6 +123,9 @@ def _holders(name: str) -> Iterator[ModuleType]:
     named = sys.modules.get(path)
     if named is not None and last in vars(named):
         yield named
-    for each, module in list(sys.modules.items()):  # only where somebody looks further
-        if f"{each}.".startswith(f"{kernels.__name__}.") and module is not named and last in vars(module):
+    inside = f"{kernels.__name__}."
+    # only where somebody looks further: into few of thousands of modules, whose names are cheaper to look at
+    for each in [kernels.__name__, *(each for each in list(sys.modules) if each.startswith(inside))]:
+        module = sys.modules[each]
+        if module is not named and last in vars(module):
             yield module

@@ -3,6 +3,7 @@
 import copy
 import functools
 import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,12 +18,26 @@ import kernels_ext_npu
 from tests.support import pages, zoo
 from tests.support.served import swapped
 
+LOGGER = logging.getLogger("kernels_ext_npu")
 WAITS = "swapped in when the model is first called on the NPU"
 
 
 @pytest.fixture(autouse=True)
 def everywhere() -> None:
     kernels_ext_npu.register(everywhere=True)
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """What this package logs in a test, from the level of its logger on, which is its own again behind it."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    LOGGER.addHandler(handler)
+    level = LOGGER.level
+    yield records
+    LOGGER.setLevel(level)
+    LOGGER.removeHandler(handler)
 
 
 INPUTS = zoo.inputs("qwen3", zoo.build("qwen3"))
@@ -67,26 +82,21 @@ def test_a_model_that_others_load_and_move_is_swapped_when_it_is_called(npu_coun
 
 
 @pytest.mark.parametrize(("rank", "level"), [("0", logging.WARNING), ("3", logging.DEBUG)])
-def test_the_report_is_logged_once_by_the_first_process(caplog, monkeypatch, rank, level) -> None:
+def test_the_report_is_logged_once_by_the_first_process(logged, monkeypatch, rank, level) -> None:
     monkeypatch.setenv("RANK", rank)
-    caplog.set_level(logging.DEBUG, "kernels_ext_npu")
+    LOGGER.setLevel(logging.DEBUG)
     model = zoo.build("qwen3").to("npu")
     call(model)
     call(model)
-    (record,) = [record for record in caplog.records if record.name == "kernels_ext_npu"]
+    (record,) = logged
     assert record.levelno == level
     assert str(kernels_ext_npu.report(model)) in record.getMessage()
 
 
-def test_the_lines_of_the_page_on_logging_silence_the_report(caplog) -> None:
-    logger = logging.getLogger("kernels_ext_npu")
-    level = logger.level
-    try:
-        exec(pages.read(pages.DOCS / "environment.md").code("Logging"), {})
-        call(zoo.build("qwen3").to("npu"))
-        assert not [record for record in caplog.records if record.name == "kernels_ext_npu"]
-    finally:
-        logger.setLevel(level)
+def test_the_lines_of_the_page_on_logging_silence_the_report(logged) -> None:
+    exec(pages.read(pages.DOCS / "environment.md").code("Logging"), {})
+    call(zoo.build("qwen3").to("npu"))
+    assert not logged
 
 
 def test_a_forward_that_is_not_called_through_the_model_swaps_the_whole_model() -> None:

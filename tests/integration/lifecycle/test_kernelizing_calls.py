@@ -76,9 +76,9 @@ print(*found, counted(restore, model))
 
 def test_sources_are_read_once_a_class_and_for_models_only(run_forked) -> None:
     """However many layers there are, and none by register(), which imports this package and a registry."""
-    codes = [REGISTERED, *(KERNELIZED.format(layers=n) for n in (2, 94))]
-    # with a variable: in processes that have imported torch, and nothing that register() could import
-    registered, *kernelized = (run_forked(FIRST + code, HF_HUB_OFFLINE="1") for code in codes)
+    # with a variable: in a process that has imported torch, and nothing that register() could import
+    registered = run_forked(FIRST + REGISTERED, HF_HUB_OFFLINE="1")
+    kernelized = [run_forked(FIRST + KERNELIZED.format(layers=layers)) for layers in (2, 94)]
     read, *modules = registered.stdout.split()
     assert read == "0"
     others = {name for name in modules if name.partition(".")[0] not in ("kernels_ext_npu", "packaging")}

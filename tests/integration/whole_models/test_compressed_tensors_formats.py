@@ -33,7 +33,7 @@ IDS = torch.arange(8)[None]
 
 
 def write(folder: Path, scheme: dict[str, Any], architecture: str = "qwen3") -> None:
-    """Write a tiny checkpoint as compressed-tensors does: rounded to the nearest, with a scale for what lies furthest."""
+    """Write a tiny checkpoint as compressed-tensors does: rounded to the nearest, scaled by what lies furthest."""
     model = zoo.build(architecture).bfloat16()
     groups = {"group_0": QuantizationScheme(targets=["Linear"], **scheme)}
     apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import kernels_ext_npu
 import softnpu
-from tests.support import zoo
+from tests.support import pages, zoo
 
 pytestmark = pytest.mark.usefixtures("registered")
 CHANNELS = QuantizationArgs(num_bits=8, strategy="channel")
@@ -267,3 +267,13 @@ def test_a_part_of_a_model_is_made_wide_with_it(tmp_path: Path) -> None:
     assert "kernelize that model" in str(said)
     with torch.no_grad():
         assert model(input_ids=IDS.npu()).logits.isfinite().all()
+
+
+def test_the_recipe_says_how_weights_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write(tmp_path, SCHEMES["W4A16"])
+    kernels_ext_npu.unregister()
+    code = pages.read(pages.DOCS / "recipes.md").code("A published checkpoint in four bits")
+    name = "RedHatAI/Qwen3-8B-quantized.w4a16"
+    assert name in code
+    exec(code.replace(name, str(tmp_path)), {})
+    assert "→ quantised_linear: int4" in capsys.readouterr().out

@@ -89,8 +89,8 @@ WAY = (
     ),
     Step(
         "linear",
-        "Linear layers that compressed-tensors keeps in few bits are multiplied so. Each with adapters of peft is one node "
-        "of autograd, and those that are called with one input are one.",
+        "Linear layers that compressed-tensors keeps in few bits are multiplied so. Each with adapters of peft is one "
+        "node of autograd, and those that are called with one input are one.",
         ("swaps.linear.compressed_linear:find", "swaps.linear.lora:find", "swaps.linear.linear_groups:called_next"),
     ),
     Step(

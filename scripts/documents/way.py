@@ -89,9 +89,9 @@ WAY = (
     ),
     Step(
         "linear",
-        "Each linear layer with adapters of peft is one node of autograd, and those that are called with one input are "
-        "one.",
-        ("swaps.linear.lora:find", "swaps.linear.linear_groups:called_next"),
+        "Linear layers that compressed-tensors keeps in few bits are multiplied so. Each with adapters of peft is one "
+        "node of autograd, and those that are called with one input are one.",
+        ("swaps.linear.compressed_linear:find", "swaps.linear.lora:find", "swaps.linear.linear_groups:called_next"),
     ),
     Step(
         "gate and up",

@@ -260,12 +260,15 @@ FAULTS = (
     _more("Linear", "split_bf16.py", "a gradient that casts nothing large", "torch.sum(parts, 0, ", "return {}"),
     Fault(
         "Linear",
-        "dropout.py",
+        "multi_lora_dropout.py",
         "what a dropout keeps",
         "    return torch.native_dropout(x, p, True)\n",
         "    kept, mask = torch.native_dropout(x, p, True)\n    return 1.01 * kept, mask\n",
     ),
-    _more("Linear", "dropout.py", "its gradient", "torch.ops.aten.native_dropout_backward(", "return {}"),
+    _more("Linear", "multi_lora_dropout.py", "its gradient", "torch.ops.aten.native_dropout_backward(", "return {}"),
+    _more("Linear", "quantised_linear.py", "a layer in few bits", "torch.ops.npu.npu_weight_quant_batchmatmul("),
+    _more("Linear", "quantised_linear.py", "a layer in int8", "torch.ops.npu.npu_quant_matmul("),
+    _more("Linear", "quantised_linear.py", "the gradient of its input", "weight.to(scale.dtype) * wide\n"),
     _more("Linear", "paired_lora.py", "what a pair gives its input", "linear_input_gradient(", "d_x = {}"),
     _more(
         "Linear", "paired_lora.py", "the gradient of its first factors", "d_low_rank.t(), ", "d_a = scaled_product({}"

@@ -136,12 +136,18 @@ def npu_weight_quant_batchmatmul(
 ) -> Tensor:
     """Compute ``x · ((weight + offset) · scale) + bias`` for x [M, K] and weight [K, N] of int8.
 
-    Scale and offset are [1], [1, N] or [N], or with a group size G [ceil(K / G), N]. The weight is rounded to the dtype
-    of x, in which it is multiplied.
+    int32 holds eight numbers of four bits, as npu_convert_weight_to_int4pack packs them: [K, N / 8], or [K / 8, N] that
+    lies transposed. Scale and offset are [1], [1, N] or [N], or with a group size G [ceil(K / G), N]. The weight is
+    rounded to the dtype of x, in which it is multiplied.
     """
     operator = "npu_weight_quant_batchmatmul"
-    if weight.dtype != int8 or antiquant_scale.dtype not in (float16, bfloat16) or weight_dtype is not None:
-        raise NotImplementedError(f"{operator}: the software device has int8 weights with floating scales only")
+    floating = antiquant_scale.dtype in (float16, bfloat16)
+    if weight.dtype not in (int8, int32) or not floating or weight_dtype is not None:
+        raise NotImplementedError(f"{operator}: the software device has int8 and int4 with floating scales only")
+    if weight.dtype == int32 and weight.dim() == 2:
+        weight = _four_bit_numbers(operator, weight)
+        says = f"int4 weights of {weight.shape[0]} rows, contiguous or transposed as they lie, for {describe(x)}"
+        require(weight.shape[0] == x.shape[-1], operator, says)
     if quant_scale is not None or quant_offset is not None:
         raise NotImplementedError(f"{operator}: the software device has no form of the operator with quant_scale")
     require_dtypes(operator, {(d, d) for d in (float16, bfloat16)}, x=x, antiquant_scale=antiquant_scale)
@@ -176,6 +182,16 @@ def npu_weight_quant_batchmatmul(
         require(fits, operator, f"bias must be {dtype} [{n}] or [1, {n}], got {describe(bias)}")
         out = out + bias.float()
     return out.to(x.dtype)
+
+
+def _four_bit_numbers(operator: str, packed: Tensor) -> Tensor:
+    """Return the signed numbers of four bits in int32, the lowest bits first, along the side that lies contiguous."""
+    is_transposed = packed.stride() == (1, packed.shape[0]) and packed.numel() > 1
+    require(is_transposed or packed.is_contiguous(), operator, "weight must be contiguous, or so transposed")
+    require(not is_transposed or packed.shape[0] > 1, operator, "8 numbers of four bits are no column, transposed")
+    rows = packed.t() if is_transposed else packed
+    numbers = torch.stack([rows << 28 - 4 * place >> 28 for place in range(8)], -1).flatten(1).to(int8)
+    return numbers.t() if is_transposed else numbers
 
 
 def smoothed(operator: str, input: Tensor, scales: Tensor | None, ends: Tensor | None) -> Tensor:

@@ -322,6 +322,7 @@ PRODUCTS = [
     (lambda: torch_npu.npu_quant_matmul(A, B, P.long(), offset=P), "int64 scales take no offset and pertoken_scale"),
     (lambda: torch_npu.npu_weight_quant_batchmatmul(X, W, half(4)), "npu_weight_quant_batchmatmul: .*dtypes"),
     (lambda: torch_npu.npu_weight_quant_batchmatmul(X, W, fp16(4), antiquant_group_size=48), "by 32"),
+    (lambda: torch_npu.npu_weight_quant_batchmatmul(X, W.int()[:, ::2], fp16(8)), "contiguous, or so transposed"),
     (lambda: torch_npu.npu_quantize(RANKS, npu(3), None, torch.qint8, 2), r"npu_quantize: scales must be \[1\] or"),
     (lambda: torch_npu.npu_quantize(RANKS, npu(4), None, torch.quint8, 2, False), "to int8"),
     (lambda: torch_npu.npu_trans_quant_param(P, round_mode=1), "round_mode 0 only, got 1"),

@@ -83,6 +83,23 @@ def test_products_with_int8_weights(dtype, size, turned) -> None:
     torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=4 * tolerance)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("size", [0, 32])
+def test_products_with_int4_weights_are_those_with_the_same_numbers_in_int8(size, turned) -> None:
+    """As op-plugin packs them, in op_plugin/ops/opapi/ConvertWeightToINT4PackKernelNpuOpApi.cpp."""
+    torch.manual_seed(0)
+    numbers = torch.randint(-8, 8, (80, 16), dtype=torch.int8)
+    laid = numbers.T.contiguous() if turned else numbers
+    packed = sum((laid[:, place::8].long() & 15) << 4 * place for place in range(8)).to(torch.int32).to("npu")  # type: ignore
+    scale = torch.rand((3, 16) if size else (1, 16)).half().to("npu")
+    x = torch.randn(3, 80).half().to("npu")
+    found, expected = (
+        torch_npu.npu_weight_quant_batchmatmul(x, weight, scale, antiquant_group_size=size)
+        for weight in (packed.T if turned else packed, numbers.to("npu"))
+    )
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float16])
 @pytest.mark.parametrize("shape", [(4,), (1, 4)])
 def test_scales_as_the_matrix_unit_takes_them_are_the_scales(dtype, shape) -> None:

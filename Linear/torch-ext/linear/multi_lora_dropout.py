@@ -3,6 +3,10 @@
 Each adapter drops others, so that their products are apart. The input is cast once and kept once, in its own dtype, and
 with it the masks: what they left is computed again. What the adapters give to the gradient of the input is added up in
 their dtype, and rounded once with what the layers give.
+
+What is kept of a dropout is its mask, with which its input is multiplied again. ``torch.nn.functional.dropout`` ends in
+the same operator, and draws the same numbers: op-plugin, op_plugin/ops/opapi/NativeDropoutKernelNpuOpApi.cpp, where
+``native_dropout`` is ``_npu_dropout``.
 """
 
 from __future__ import annotations
@@ -12,7 +16,6 @@ from torch import Tensor
 
 from ._common.second_order import differentiable_once
 from .adapters import add_product, as_operand, scaled_product
-from .dropout import apply_dropout_mask, dropout_with_mask
 from .projections import as_stored, flatten_tokens, formats, from_stored, linear, shared_input_gradient
 
 # for each layer the scale of its adapter, and with which probability that drops elements
@@ -89,3 +92,13 @@ def multi_lora_dropout_forward(
         low_rank.append(small)
         masks.append(mask)
     return tuple(outputs), low_rank, masks
+
+
+def dropout_with_mask(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """Return ``x / (1 - p)`` where an element is kept and zero elsewhere, and the mask that says which are kept."""
+    return torch.native_dropout(x, p, True)
+
+
+def apply_dropout_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """Return ``x / (1 - p)`` where a mask keeps an element and zero elsewhere: a dropout again, or its gradient."""
+    return torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - p))

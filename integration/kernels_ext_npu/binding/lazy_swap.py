@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import chain
+from threading import local
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import nn
 
 from kernels_ext_npu.binding import registration, use_kernels_flag
 from kernels_ext_npu.binding.patches import Patches
+
+_running = local()
 
 
 def install(patches: Patches) -> None:
@@ -34,6 +37,11 @@ def _wait(original: Callable, model: Any, *args: Any, **kwargs: Any) -> None:
 def waits(model: nn.Module) -> bool:
     """Tell whether the kernels are to be swapped into a model when it is called."""
     return any(hook is swap for hook in model._forward_pre_hooks.values())
+
+
+def called() -> nn.Module | None:
+    """Return the model whose first call is swapping kernels in, with other hooks of it to come; None at other times."""
+    return getattr(_running, "called", None)
 
 
 def forget(model: nn.Module) -> None:
@@ -59,7 +67,11 @@ def swap(called: nn.Module, args: Any) -> None:
         forget(module)
     forget(called)
     if not use_kernels_flag.is_noted(model):
-        active.on_first_call(model)
+        _running.called = called
+        try:
+            active.on_first_call(model)
+        finally:
+            _running.called = None
 
 
 def _outermost(called: nn.Module, waiting: Iterable[nn.Module]) -> nn.Module:

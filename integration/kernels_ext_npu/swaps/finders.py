@@ -13,7 +13,7 @@ from kernels_ext_npu.swaps import (
     shared_heads,
 )
 from kernels_ext_npu.swaps.decision import Finder
-from kernels_ext_npu.swaps.linear import lora
+from kernels_ext_npu.swaps.linear import compressed_linear, lora
 from kernels_ext_npu.swaps.loss import lm_head_loss
 
 FINDERS: tuple[Finder, ...] = (
@@ -24,6 +24,7 @@ FINDERS: tuple[Finder, ...] = (
     attention.FINDER,
     experts.FINDER,
     lm_head_loss.FINDER,
+    compressed_linear.FINDER,
     lora.FINDER,
     gate_up_layout.FINDER,
     add_norm_fusion.FINDER,

@@ -46,9 +46,11 @@ def _remark(module: nn.Module, layer: str) -> str | None:
 
 
 def _adapts_others(module: nn.Module, package: Any) -> bool:
-    """Tell whether a kernel adapts projections that are no plain layers, which it makes side by side by itself."""
-    gate, up, _ = package.packing.projections(module)
-    return all(forward_owner(each) == "lora" and type(each.base_layer) is not nn.Linear for each in (gate, up))
+    """Tell whether a kernel computes projections that are no plain layers: adapted ones, or such in few bits."""
+    pair = package.packing.projections(module)[:2]
+    if all(forward_owner(each) == "compressed" for each in pair):
+        return True
+    return all(forward_owner(each) == "lora" and type(each.base_layer) is not nn.Linear for each in pair)
 
 
 def why_apart(pair: tuple[Any, Any], layout: Any) -> str | None:

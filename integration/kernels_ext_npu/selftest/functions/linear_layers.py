@@ -1,4 +1,4 @@
-"""Linear layers with adapters of low rank, one by one and several of one input, and those of patches."""
+"""Linear layers with adapters of low rank, in few bits, and of patches."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ LEADING = {"": (2, TOKENS), "one token": (1,), "one dimension": (), "four dimens
 # exact in 16 bits: it is no argument, so that nothing asks for its gradient
 FROZEN = torch.linspace(-1, 1, OUTPUTS * INPUTS).view(OUTPUTS, INPUTS).mul(64).round().div(64)
 ADAPTED = drawn((2, TOKENS, INPUTS), (RANK, INPUTS), (OUTPUTS, RANK))
+# of four bits, and two scales for each row of them, exact in 16 bits
+FOUR_BITS = (torch.arange(OUTPUTS * 2 * INPUTS).mul(5).remainder(16) - 8).view(OUTPUTS, -1).to(torch.int8)
+SCALES = torch.arange(1, 2 * OUTPUTS + 1).view(OUTPUTS, 2) / 256
 # nothing is dropped with it, by the code that drops: which elements are, no formula knows
 NEVER = 1e-9
 
@@ -95,7 +98,29 @@ def _functions(at: str, leading: tuple[int, ...]) -> list[Function]:
         function("lora_linears", _adapted_together, _both_adapted, adapter),
         function("lora_linears", dropping, _both_adapted, adapter, at=f"dropout{at and ', '}{at}"),
         function("lora_pair", _adapted_pair, lambda *t: torch.cat(_both_adapted(*t), -1), adapter),
+        function("quantised_linear", _in_few_bits, lambda x: F.linear(x, FROZEN.to(x)), drawn(x)),
     ]
+
+
+def _in_few_bits(function: Callable, x: Tensor, rounds_input: bool = False) -> Tensor:
+    numbers, scale = (FROZEN * 64).to(x.device, torch.int8), x.new_full((OUTPUTS, 1), 1 / 64)
+    return function(x, numbers, scale, rounds_input=rounds_input)
+
+
+def _in_four_bits(function: Callable, x: Tensor) -> Tensor:
+    """With two scales in a row, of neighbours that were packed into int32 eight by eight."""
+    pieces = [(FOUR_BITS[:, place::8].long() & 15) << 4 * place for place in range(8)]
+    packed = sum(pieces[1:], pieces[0]).to(torch.int32).to(x.device)
+    return function(x, packed, SCALES.to(x), None, INPUTS)
+
+
+def _exactly_in_four_bits(x: Tensor) -> Tensor:
+    return F.linear(x, FOUR_BITS.to(x) * SCALES.to(x).repeat_interleave(INPUTS, 1))
+
+
+def _exactly_rounded(x: Tensor) -> Tensor:
+    step = x.detach().abs().amax(-1, keepdim=True) / 127
+    return F.linear(torch.round(x.detach() / step) * step + (x - x.detach()), FROZEN.to(x))
 
 
 def _patches(at: str, convolution: Callable[..., Tensor], patch: tuple[int, ...]) -> Function:
@@ -119,6 +144,15 @@ FUNCTIONS = (
         lambda *tensors: torch.cat(_both_adapted(*tensors), -1),
         ADAPTED,
         "weights in few bits",
+    ),
+    Function("Linear", "quantised_linear", _in_four_bits, _exactly_in_four_bits, drawn((12, 2 * INPUTS)), "four bits"),
+    Function(
+        "Linear",
+        "quantised_linear",
+        partial(_in_few_bits, rounds_input=True),
+        _exactly_rounded,
+        drawn((TOKENS, INPUTS)),
+        "an input in int8",
     ),
     _patches("", F.conv2d, (4, 3)),
     _patches("three dimensions", F.conv3d, (2, 4, 4)),

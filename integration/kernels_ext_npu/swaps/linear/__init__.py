@@ -1,1 +1,1 @@
-"""Linear layers: those with adapters of low rank."""
+"""Linear layers: those with adapters of low rank, and those in few bits."""

@@ -29,7 +29,7 @@ from kernels_ext_npu.module_state import TORCH_CALL, has_hooks
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import gate_up_layout, refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View, bind_forwards
-from kernels_ext_npu.swaps.linear import linear_groups, quantised_layers
+from kernels_ext_npu.swaps.linear import compressed_linear, linear_groups, quantised_layers
 from kernels_ext_npu.swaps.linear.linear_groups import LORA
 from kernels_ext_npu.swaps.linear.plain_linear import qualified_name, why_not_plain
 
@@ -73,7 +73,7 @@ def find(view: View) -> list[Decision]:
         if type(module) in adapting:
             make: Any = functools.partial(_make_forward, type(module).forward)  # type: ignore[arg-type]
             reason, present = _refusal(module, is_sharded), NAME if forward_owner(module) == LORA else None
-        elif module in parts or ("forward" in vars(module) and forward_owner(module) is not None):
+        elif module in parts or compressed_linear.is_compressed(module) or forward_owner(module) is not None:
             continue
         else:
             make, present = None, None

@@ -15,6 +15,7 @@ from kernels_ext_npu.binding.loaded_kernels import forward_owner
 from kernels_ext_npu.module_state import TORCH_CALL, has_hooks
 from kernels_ext_npu.reasons import Reason
 
+COMPRESSED = "compressed"  # the owner of forwards of layers that compressed-tensors keeps in few bits
 _NUMBERS = (nn.Parameter, FakeTensor)
 # torch's own: somebody may have put another in its place, before or since
 _FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) is vars(linear) else None
@@ -33,6 +34,8 @@ def why_not_plain(layer: nn.Module, is_sharded: bool = False) -> Reason | None:
         return Reason("replaced", "the forward of all linear layers was replaced")
     if "forward" in vars(layer) and forward_owner(layer) is None:
         return Reason("wrapped", "another library has wrapped its forward")
+    if forward_owner(layer) == COMPRESSED:
+        return Reason("in few bits", "compressed-tensors keeps its weight in few bits")
     if has_hooks(layer):
         return Reason("hooks", "hooks watch its calls")
     weight = layer._parameters.get("weight")

@@ -1,1 +1,0 @@
-../../torch-ext/linear/dropout.py

@@ -1,0 +1,1 @@
+../../torch-ext/linear/quantised_linear.py

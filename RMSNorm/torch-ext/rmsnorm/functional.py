@@ -14,7 +14,7 @@ from ._common.second_order import let_differentiate
 _FUSED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # op-plugin 7.1.0, of CANN 8.2, torch_npu-npu_rms_norm.md: gamma is in the dtype of self; 7.2.0 has pairs with float32
 _WEIGHT_IN_FLOAT32 = CANN >= (8, 3)
-_EPS = torch.finfo(torch.float32).eps  # in which torch's rms_norm computes what is narrower
+_FLOAT32_EPS = torch.finfo(torch.float32).eps  # in which torch's rms_norm computes what is narrower
 
 
 def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
@@ -45,7 +45,7 @@ def rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float | None) ->
 def unchecked_rms_norm(hidden_states: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
     """Compute :func:`rms_norm` of arguments that fit, as those of a module do: nothing is checked."""
     if eps is None:
-        eps = _EPS
+        eps = _FLOAT32_EPS
     if not is_rms_norm_fused(hidden_states, weight):
         if weight is not None and weight.dtype in _FUSED_DTYPES:
             weight = weight.float()  # exact, and legal beside every dtype
@@ -127,7 +127,7 @@ def add_rms_norm(hidden_states: Tensor, residual: Tensor, weight: Tensor, eps: f
             f"{list(hidden_states.shape)}"
         )
     if is_add_rms_norm_fused(hidden_states, residual, weight) and not needs_grad(hidden_states, residual, weight):
-        eps = _EPS if eps is None else eps
+        eps = _FLOAT32_EPS if eps is None else eps
         normed, _, total = torch.ops.npu.npu_add_rms_norm(hidden_states, residual, weight, eps)
         return normed, total
     total = hidden_states + residual

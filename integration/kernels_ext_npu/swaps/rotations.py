@@ -90,7 +90,7 @@ class _Rotate:
         if dtypes is None:
             return function(*args, **kwargs)
         call = functools.partial(found.signature.call, function)
-        lives = [*held, owner, *tables][0 if held or owner is not None else 1]  # what cos and sin are kept for
+        lives = held[0] if held else tables[0] if owner is None else owner  # as long as which cos and sin are kept
         both = self._cos_and_sin(lambda *values: call(values), plan, values, dtypes.asked, lives)
         if both is None:
             return function(*args, **kwargs)

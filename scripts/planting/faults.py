@@ -268,7 +268,7 @@ FAULTS = (
     _more("Linear", "multi_lora_dropout.py", "its gradient", "torch.ops.aten.native_dropout_backward(", "return {}"),
     _more("Linear", "quantised_linear.py", "a layer in few bits", "torch.ops.npu.npu_weight_quant_batchmatmul("),
     _more("Linear", "quantised_linear.py", "a layer in int8", "torch.ops.npu.npu_quant_matmul("),
-    _more("Linear", "quantised_linear.py", "the gradient of its input", "weight.to(scale.dtype) * wide\n"),
+    _more("Linear", "quantised_linear.py", "the gradient of its input", "weight.to(scale.dtype)\n"),
     _more("Linear", "paired_lora.py", "what a pair gives its input", "linear_input_gradient(", "d_x = {}"),
     _more(
         "Linear", "paired_lora.py", "the gradient of its first factors", "d_low_rank.t(), ", "d_a = scaled_product({}"

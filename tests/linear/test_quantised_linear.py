@@ -117,3 +117,20 @@ def test_other_dtypes_are_named(kernel: ModuleType, x: torch.dtype, weight: torc
     given = torch.zeros(3, H).to(x).npu(), torch.zeros(N, H).to(weight).npu(), torch.ones(N, 1).bfloat16().npu()
     with pytest.raises(TypeError, match=r"quantised_linear: .* got .*int"):
         kernel.quantised_linear(*given)
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(8, 0), (8, 32), (8, 16), (4, 0), (4, 32)])
+def test_an_offset_is_added_before_numbers_are_scaled(kernel: ModuleType, bits: int, group_size: int) -> None:
+    weight, scale, exact = drawn(bits, group_size, torch.float16)
+    offset = torch.randint(-8, 8, scale.shape).half()
+    repeated = (offset * scale.double()).repeat_interleave(group_size, 1) if group_size else offset * scale.double()
+    exact, x, grad = exact + repeated, torch.randn(3, H).half(), torch.randn(3, N).half()
+    leaf = x.npu().requires_grad_()
+    softnpu.reset_counters()
+    y = kernel.quantised_linear(leaf, weight.npu(), scale.npu(), None, group_size, offset=offset.npu())
+    assert npu_calls() == ({} if group_size == 16 else BY_WEIGHT)
+    y.backward(grad.npu())
+    # a weight and the result are rounded
+    for found, given, matrix in ((y, x, exact.T), (leaf.grad, grad, exact)):
+        allowed = 2.0**-10 * (given.double().abs() @ matrix.abs())
+        assert ((found.detach().cpu().double() - given.double() @ matrix).abs() <= allowed).all()

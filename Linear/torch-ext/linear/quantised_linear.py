@@ -29,16 +29,17 @@ def quantised_linear(
     bias: Tensor | None = None,
     group_size: int = 0,
     *,
+    offset: Tensor | None = None,
     rounds_input: bool = False,
 ) -> Tensor:
-    """Compute ``x @ (weight * scale)ᵀ + bias``, a frozen linear layer whose weight has four or eight bits.
+    """Compute ``x @ ((weight + offset) * scale)ᵀ + bias``, a frozen linear layer whose weight has four or eight bits.
 
     On the NPU it is one operator, and a second one that rounds the input where that is asked for. A number of the
     weight times its scale is rounded to the dtype of ``x``. The gradient of ``x`` is that of the layer with the weight
     that the numbers stand for, and passes the rounding of the input as it is; for it the weight is made in the
     backward, and not kept. What the operators do not take is the same formula in torch: float32, groups that are no
-    multiple of 32, groups whose input is rounded, nothing at all, DTensors, torch.func, and gradients under
-    ``torch.compile``.
+    multiple of 32, groups or offsets beside an input that is rounded, nothing at all, DTensors, torch.func, and
+    gradients under ``torch.compile``.
 
     Args:
         x: ``[..., H]``, of a floating dtype.
@@ -46,6 +47,8 @@ def quantised_linear(
         scale: ``[N, 1]``; or ``[N, ceil(H / group_size)]``. The operators take the dtype of ``x``.
         bias: ``[N]`` or None.
         group_size: how many neighbours of a row share a scale; 0 for all of them.
+        offset: what is added to numbers before they are scaled, a zero point with a minus; of the shape and dtype of
+            ``scale``, or None.
         rounds_input: whether each row of ``x`` is rounded to int8, so that its largest is 127.
 
     Returns:
@@ -60,22 +63,26 @@ def quantised_linear(
     if x.device.type == "npu" and torch.is_autocast_enabled("npu"):
         x = x.to(torch.get_autocast_dtype("npu"))
     group_size = group_size if group_size < x.shape[-1] else 0
-    if not _is_fused(x, weight, scale, group_size, rounds_input):
-        return _reference(x, weight, scale, bias, group_size, rounds_input)
+    if not _is_fused(x, weight, scale, offset, group_size, rounds_input):
+        return _reference(x, weight, scale, offset, bias, group_size, rounds_input)
     if not needs_grad(x, bias):
-        return _fused(x, weight, scale, bias, group_size, rounds_input)
+        return _fused(x, weight, scale, offset, bias, group_size, rounds_input)
     with unseen_by_checkpoints():
-        return QuantisedLinear.apply(x, weight, scale, bias, group_size, rounds_input)
+        return QuantisedLinear.apply(x, weight, scale, offset, bias, group_size, rounds_input)
 
 
-def dequantised(weight: Tensor, scale: Tensor, group_size: int, size: int) -> Tensor:
+def dequantised(weight: Tensor, scale: Tensor, offset: Tensor | None, group_size: int, size: int) -> Tensor:
     """Make the weight ``[N, size]`` that numbers stand for, in the dtype of the scale."""
     if weight.dtype is torch.int32:
         pairs = weight.contiguous().view(torch.uint8)
         numbers = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)[:, :size]
         weight = (numbers ^ 8).to(torch.int8) - 8
-    wide = scale.repeat_interleave(group_size, 1)[:, :size] if group_size else scale
-    return weight.to(scale.dtype) * wide
+    scales, offsets = (
+        tensor.repeat_interleave(group_size, 1)[:, :size] if group_size and tensor is not None else tensor
+        for tensor in (scale, offset)
+    )
+    values = weight.to(scale.dtype)
+    return (values if offsets is None else values + offsets) * scales
 
 
 class QuantisedLinear(torch.autograd.Function):
@@ -83,25 +90,34 @@ class QuantisedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, group_size: int, rounds_input: bool
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        offset: Tensor | None,
+        bias: Tensor | None,
+        group_size: int,
+        rounds_input: bool,
     ) -> Tensor:
-        ctx.save_for_backward(weight, scale)
+        ctx.save_for_backward(weight, scale, offset)
         ctx.group_size, ctx.shape = group_size, x.shape
-        y = _fused(x, weight, scale, bias, group_size, rounds_input)
+        y = _fused(x, weight, scale, offset, bias, group_size, rounds_input)
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     @differentiable_once
     def backward(ctx, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, scale = saved
+        weight, scale, offset = saved
         d_y = flatten_tokens(grad)
         d_x = None
         if ctx.needs_input_grad[0]:
-            d_x = (d_y @ dequantised(weight, scale, ctx.group_size, ctx.shape[-1])).view(ctx.shape)
-        return d_x, None, None, d_y.sum(0) if ctx.needs_input_grad[3] else None, None, None
+            d_x = (d_y @ dequantised(weight, scale, offset, ctx.group_size, ctx.shape[-1])).view(ctx.shape)
+        return d_x, None, None, None, d_y.sum(0) if ctx.needs_input_grad[4] else None, None, None
 
 
-def _is_fused(x: Tensor, weight: Tensor, scale: Tensor, group_size: int, rounds_input: bool) -> bool:
+def _is_fused(
+    x: Tensor, weight: Tensor, scale: Tensor, offset: Tensor | None, group_size: int, rounds_input: bool
+) -> bool:
     """Tell whether the operators take a layer, and nothing else has to differentiate it."""
     if x.device.type != "npu" or x.dtype not in (torch.float16, torch.bfloat16) or x.dtype is not scale.dtype:
         return False
@@ -114,14 +130,21 @@ def _is_fused(x: Tensor, weight: Tensor, scale: Tensor, group_size: int, rounds_
             return False
     elif size != columns:
         return False
-    fits_groups = not group_size or (group_size >= 32 and group_size % 32 == 0 and not rounds_input)
-    if not fits_groups or max(size, rows) > _LONGEST or is_transformed() or is_distributed(x, weight, scale):
+    if rounds_input and (group_size or offset is not None):
+        return False
+    if group_size % 32 or max(size, rows) > _LONGEST or is_transformed() or is_distributed(x, weight, scale):
         return False
     return not (torch.compiler.is_compiling() and torch.is_grad_enabled() and x.requires_grad)
 
 
 def _fused(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, group_size: int, rounds_input: bool
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    rounds_input: bool,
 ) -> Tensor:
     """Compute a layer that :func:`_is_fused` takes."""
     tokens, turned = flatten_tokens(x), weight.t()
@@ -135,17 +158,24 @@ def _fused(
     else:
         if bias is not None:
             bias = bias.to(torch.float32 if x.dtype is torch.bfloat16 else torch.float16)
-        y = torch.ops.npu.npu_weight_quant_batchmatmul(tokens, turned, scale.t(), None, None, None, bias, group_size)
+        offset = offset if offset is None else offset.t()
+        y = torch.ops.npu.npu_weight_quant_batchmatmul(tokens, turned, scale.t(), offset, None, None, bias, group_size)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _reference(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, group_size: int, rounds_input: bool
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    bias: Tensor | None,
+    group_size: int,
+    rounds_input: bool,
 ) -> Tensor:
     """Compute the same by operators of torch."""
     if rounds_input and x.numel():
         step = x.detach().abs().amax(-1, keepdim=True).float() / _LARGEST
         rounded = (torch.round(x.detach() / step) * step).nan_to_num(0.0).to(x.dtype)  # zeros over zero
         x = rounded + (x - x.detach())
-    made = dequantised(weight, scale, group_size, x.shape[-1]).to(x.dtype)
+    made = dequantised(weight, scale, offset, group_size, x.shape[-1]).to(x.dtype)
     return F.linear(x, made, None if bias is None else bias.to(x.dtype))

@@ -33,8 +33,11 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "W8A16 packed": {"weights": CHANNELS, "format": "pack-quantized"},
     "W8A8": {"weights": CHANNELS, "input_activations": TOKENS, "format": "int-quantized"},
     "W4A16": {"weights": GROUPS, "format": "pack-quantized"},
+    "W4A16 asymmetric": {"weights": GROUPS.model_copy(update={"symmetric": False}), "format": "pack-quantized"},
+    "W8A16 asymmetric": {"weights": CHANNELS.model_copy(update={"symmetric": False}), "format": "int-quantized"},
 }
 REMARKS = {"W8A16": "int8", "W8A16 packed": "int8", "W8A8": "int8, and its input", "W4A16": "int4 in groups of 32"}
+REMARKS |= {"W4A16 asymmetric": "int4 in groups of 32 with zero points", "W8A16 asymmetric": "int8 with zero points"}
 OPERATORS = {"W8A8": ("npu_dynamic_quant", "npu_quant_matmul")}
 ARCHITECTURE = "qwen2"  # with biases
 IDS = torch.arange(8, 16)[None]  # none that a config names
@@ -48,8 +51,9 @@ def write(folder: Path, scheme: dict[str, Any], architecture: str = ARCHITECTURE
     for module in model.modules():
         if (found := getattr(module, "quantization_scheme", None)) is not None:
             alike = module.weight.detach().view(*module.weight_scale.shape, -1)
-            scale, _ = calculate_qparams(alike.amin(-1), alike.amax(-1), found.weights)
+            scale, zero = calculate_qparams(alike.amin(-1), alike.amax(-1), found.weights)
             module.weight_scale.data.copy_(scale)
+            module.weight_zero_point.data.copy_(zero)
             if "input_scale" in module._parameters:
                 module.input_scale.data.fill_(0.05)
     compressor = ModelCompressor.from_pretrained_model(model)
@@ -149,9 +153,12 @@ def test_states_are_those_of_the_checkpoint(folder: Path, served: Any, tmp_path:
     assert saved.keys() == published.keys()
     assert all(torch.equal(saved[key], tensor) for key, tensor in published.items())
     logits = served(input_ids=IDS.npu()).logits
+    served.load_state_dict({key: torch.zeros_like(tensor) for key, tensor in published.items()})
+    assert (served(input_ids=IDS.npu()).logits == 0).all()
+    served.load_state_dict(published)
+    assert torch.equal(served(input_ids=IDS.npu()).logits, logits)
     served.load_state_dict(served.state_dict())
     assert torch.equal(served(input_ids=IDS.npu()).logits, logits)
-    served.load_state_dict({key: tensor.npu() for key, tensor in published.items()})
     again = load(tmp_path / "saved", device_map="npu", use_kernels=True)
     assert torch.equal(again(input_ids=IDS.npu()).logits, logits)
 
@@ -229,7 +236,6 @@ def static(args: QuantizationArgs) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("scheme", "reason"),
     [
-        ({"weights": GROUPS.model_copy(update={"symmetric": False}), "format": "pack-quantized"}, "has zero points"),
         ({"weights": QuantizationArgs(num_bits=8, type="float", strategy="channel")}, "float of 8 bits"),
         (static(QuantizationArgs(num_bits=8, strategy="tensor")), "quantised other than by row"),
         ({"weights": QuantizationArgs(num_bits=8, strategy="tensor"), "format": "int-quantized"}, "those of rows"),

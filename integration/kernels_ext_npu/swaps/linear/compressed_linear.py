@@ -36,6 +36,7 @@ _LIBRARY = "compressed_tensors"
 _HELD = "_kernels_ext_npu_compressed"  # attribute of a served layer, and of the model whose hook was taken out
 _HOOK = "ct_decompress_hook"  # attribute of a model that the first forward makes wide
 _PACKED = "weight_packed"
+_OFFSET = "_kernels_ext_npu_offset"  # buffer of a served layer that has zero points: these, with a minus
 _SIGN_BITS = {4: -0x77777778, 8: -0x7F7F7F80}  # 0x88888888 and 0x80808080: of each number in one of int32
 _AS_IT_LIES = ("int-quantized", "naive-quantized")
 _IN_INT32 = "pack-quantized"
@@ -51,6 +52,7 @@ class Held:
         self.group_size: int = scheme.weights.group_size or 0
         self.is_packed: bool = scheme.format == _IN_INT32
         self.rounds_input = scheme.input_activations is not None
+        self.has_zero_points = not scheme.weights.symmetric
 
     def __deepcopy__(self, memo: dict) -> Held:
         return self
@@ -135,6 +137,7 @@ def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
 def _kept(module: Any) -> str:
     held: Held = vars(module)[_HELD]
     groups = f" in groups of {held.group_size}" if held.group_size else ""
+    groups += " with zero points" * held.has_zero_points
     kept = f"int{held.bits}{groups}{', and its input' * held.rounds_input}"
     if held.group_size % 32:
         return f"{kept}, made wide in each call: the operator takes groups of 32, 64 and so on"
@@ -176,8 +179,6 @@ def _refusal(module: Any, scheme: Any, has_hook: bool) -> str | None:
     if weights.type != "int" or weights.num_bits not in (4, 8):
         numbers = f"{getattr(weights.type, 'value', weights.type)} of {weights.num_bits} bits"
         return Reason("format", f"its weight is {numbers}: the kernel takes int8 and int4")
-    if not weights.symmetric:
-        return Reason("zero points", "its weight has zero points")
     if weights.strategy not in ("channel", "group") or "weight_g_idx" in module._parameters:
         return Reason("scales", "its scales are not those of rows, or of groups of neighbours in them")
     if scheme.output_activations is not None or not (inputs is None or _is_by_token(inputs, weights)):
@@ -198,7 +199,8 @@ def _refusal(module: Any, scheme: Any, has_hook: bool) -> str | None:
 def _is_by_token(inputs: Any, weights: Any) -> bool:
     """Tell whether rows are rounded to int8 by their largest, beside a weight with a scale for each of its rows."""
     is_int8 = inputs.type == "int" and inputs.num_bits == 8 and inputs.symmetric and inputs.dynamic is True
-    return is_int8 and inputs.strategy == "token" and weights.num_bits == 8 and weights.strategy == "channel"
+    by_row = weights.num_bits == 8 and weights.symmetric and weights.strategy == "channel"
+    return is_int8 and inputs.strategy == "token" and by_row
 
 
 def _take(module: Any) -> None:
@@ -206,22 +208,36 @@ def _take(module: Any) -> None:
     held = Held(module.quantization_scheme, module.quantization_status)
     vars(module)[_HELD] = held
     del module.quantization_scheme, module.quantization_status, module.forward
+    if held.has_zero_points:
+        offset = _offset(module._parameters["weight_zero_point"].detach(), module._parameters["weight_scale"], held)
+        module.register_buffer(_OFFSET, offset, persistent=False)
     if held.is_packed:
         _turn_signs(module._parameters[_PACKED], held.bits)
-        if _publish not in module._state_dict_hooks.values():  # once, since what was given back keeps it
-            module.register_state_dict_post_hook(_publish)
-            module.register_load_state_dict_pre_hook(_take_in)
+    if _publish not in module._state_dict_hooks.values():  # once, since what was given back keeps it
+        module.register_state_dict_post_hook(_publish)
+        module.register_load_state_dict_pre_hook(_take_in)
 
 
 def _give_back(module: Any) -> None:
     from compressed_tensors.quantization.lifecycle.forward import set_forward_quantized
 
     held: Held = vars(module).pop(_HELD)
+    module._buffers.pop(_OFFSET, None)
+    module._non_persistent_buffers_set.discard(_OFFSET)
     if held.is_packed:
         _turn_signs(module._parameters[_PACKED], held.bits)
     module.quantization_scheme, module.quantization_status = held.scheme, held.status
     set_forward(module, None, COMPRESSED)
     set_forward_quantized(module)
+
+
+def _offset(zero_points: Tensor, scale: Tensor, held: Held) -> Tensor:
+    """Return what the kernel adds to the numbers of each row or group: their zero point with a minus."""
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    if held.is_packed:
+        zero_points = unpack_from_int32(zero_points, held.bits, scale.shape, packed_dim=0)
+    return -zero_points.to(scale.dtype)
 
 
 def _turn_signs(packed: Tensor, bits: int) -> None:
@@ -230,14 +246,19 @@ def _turn_signs(packed: Tensor, bits: int) -> None:
 
 def _publish(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Give a state the numbers as a checkpoint has them."""
-    if (held := vars(module).get(_HELD)) is not None:
+    if (held := vars(module).get(_HELD)) is not None and held.is_packed:
         state[prefix + _PACKED] = state[prefix + _PACKED].detach() ^ _SIGN_BITS[held.bits]
 
 
 def _take_in(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     """Take numbers of a state as the kernel has them."""
-    if (held := vars(module).get(_HELD)) is not None and prefix + _PACKED in state:
+    if (held := vars(module).get(_HELD)) is None:
+        return
+    if prefix + _PACKED in state:
         state[prefix + _PACKED] = state[prefix + _PACKED] ^ _SIGN_BITS[held.bits]
+    if held.has_zero_points and (zero_points := state.get(f"{prefix}weight_zero_point")) is not None:
+        scale: Any = module._parameters["weight_scale"]
+        module._buffers[_OFFSET].copy_(_offset(zero_points, scale, held))  # type: ignore[union-attr]
 
 
 def _make_forward() -> FunctionType:
@@ -255,7 +276,13 @@ def _forward_with(kernel: ModuleType) -> FunctionType:
         if held.is_packed and held.bits == 8:
             weight = weight.view(torch.int8)[:, : self.in_features]
         return compute(
-            input, weight, tensors["weight_scale"], tensors["bias"], held.group_size, rounds_input=held.rounds_input
+            input,
+            weight,
+            tensors["weight_scale"],
+            tensors["bias"],
+            held.group_size,
+            offset=self._buffers.get(_OFFSET),
+            rounds_input=held.rounds_input,
         )
 
     return forward  # type: ignore[return-value]

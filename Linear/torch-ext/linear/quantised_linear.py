@@ -7,6 +7,8 @@ matmul/weight_quant_batch_matmul_v2/docs/aclnnWeightQuantBatchMatmulV2.md.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,6 +22,29 @@ from .projections import flatten_tokens
 _LONGEST = 65535
 _PACKED = 8  # numbers of four bits in one of int32
 _LARGEST = 127
+
+
+class _Numbers(NamedTuple):
+    """A weight in few bits, as :func:`quantised_linear` takes it, and how many columns it has."""
+
+    weight: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    group_size: int
+    columns: int
+
+    def dequantised(self) -> Tensor:
+        """Make the weight ``[N, H]`` that the numbers stand for, in the dtype of the scale."""
+        weight, scale, offset = self[:3]
+        if weight.dtype is torch.int32:
+            pairs = weight.contiguous().view(torch.uint8)
+            numbers = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)[:, : self.columns]
+            weight = (numbers ^ 8).to(torch.int8) - 8
+        if self.group_size:
+            scale = scale.repeat_interleave(self.group_size, 1)[:, : self.columns]
+            offset = None if offset is None else offset.repeat_interleave(self.group_size, 1)[:, : self.columns]
+        values = weight.to(scale.dtype)
+        return (values if offset is None else values + offset) * scale
 
 
 def quantised_linear(
@@ -62,68 +87,41 @@ def quantised_linear(
                         f"{weight.dtype}")  # fmt: skip
     if x.device.type == "npu" and torch.is_autocast_enabled("npu"):
         x = x.to(torch.get_autocast_dtype("npu"))
-    group_size = group_size if group_size < x.shape[-1] else 0
-    if not _is_fused(x, weight, scale, offset, group_size, rounds_input):
-        return _reference(x, weight, scale, offset, bias, group_size, rounds_input)
+    numbers = _Numbers(weight, scale, offset, group_size if group_size < x.shape[-1] else 0, x.shape[-1])
+    if not _is_fused(x, numbers, rounds_input):
+        return _reference(x, numbers, bias, rounds_input)
     if not needs_grad(x, bias):
-        return _fused(x, weight, scale, offset, bias, group_size, rounds_input)
+        return _fused(x, numbers, bias, rounds_input)
     with unseen_by_checkpoints():
-        return QuantisedLinear.apply(x, weight, scale, offset, bias, group_size, rounds_input)
-
-
-def dequantised(weight: Tensor, scale: Tensor, offset: Tensor | None, group_size: int, size: int) -> Tensor:
-    """Make the weight ``[N, size]`` that numbers stand for, in the dtype of the scale."""
-    if weight.dtype is torch.int32:
-        pairs = weight.contiguous().view(torch.uint8)
-        numbers = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)[:, :size]
-        weight = (numbers ^ 8).to(torch.int8) - 8
-    scales, offsets = (
-        tensor.repeat_interleave(group_size, 1)[:, :size] if group_size and tensor is not None else tensor
-        for tensor in (scale, offset)
-    )
-    values = weight.to(scale.dtype)
-    return (values if offsets is None else values + offsets) * scales
+        return QuantisedLinear.apply(x, numbers, bias, rounds_input)
 
 
 class QuantisedLinear(torch.autograd.Function):
     """Computes :func:`quantised_linear` with a gradient for its input."""
 
     @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        weight: Tensor,
-        scale: Tensor,
-        offset: Tensor | None,
-        bias: Tensor | None,
-        group_size: int,
-        rounds_input: bool,
-    ) -> Tensor:
-        ctx.save_for_backward(weight, scale, offset)
-        ctx.group_size, ctx.shape = group_size, x.shape
-        y = _fused(x, weight, scale, offset, bias, group_size, rounds_input)
+    def forward(ctx, x: Tensor, numbers: _Numbers, bias: Tensor | None, rounds_input: bool) -> Tensor:
+        ctx.save_for_backward(*numbers[:3])
+        ctx.layout, ctx.shape = numbers[3:], x.shape
+        y = _fused(x, numbers, bias, rounds_input)
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     @differentiable_once
     def backward(ctx, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, scale, offset = saved
-        d_y = flatten_tokens(grad)
-        d_x = None
-        if ctx.needs_input_grad[0]:
-            d_x = (d_y @ dequantised(weight, scale, offset, ctx.group_size, ctx.shape[-1])).view(ctx.shape)
-        return d_x, None, None, None, d_y.sum(0) if ctx.needs_input_grad[4] else None, None, None
+        d_y, (needs_x, _, needs_bias, _) = flatten_tokens(grad), ctx.needs_input_grad
+        d_x = (d_y @ _Numbers(*saved, *ctx.layout).dequantised()).view(ctx.shape) if needs_x else None
+        return d_x, None, d_y.sum(0) if needs_bias else None, None
 
 
-def _is_fused(
-    x: Tensor, weight: Tensor, scale: Tensor, offset: Tensor | None, group_size: int, rounds_input: bool
-) -> bool:
+def _is_fused(x: Tensor, numbers: _Numbers, rounds_input: bool) -> bool:
     """Tell whether the operators take a layer, and nothing else has to differentiate it."""
+    weight, scale, offset, group_size, size = numbers
     if x.device.type != "npu" or x.dtype not in (torch.float16, torch.bfloat16) or x.dtype is not scale.dtype:
         return False
-    if not weight.is_contiguous() or x.numel() == 0 or weight.numel() == 0 or x.dim() == 0:
+    if not weight.is_contiguous() or x.numel() == 0 or weight.numel() == 0:
         return False
-    (rows, columns), size = weight.shape, x.shape[-1]
+    rows, columns = weight.shape
     if weight.dtype is torch.int32:
         # a matrix of one row or column does not tell which way it lies
         if rounds_input or min(rows, columns) == 1 or size != columns * _PACKED:
@@ -137,45 +135,30 @@ def _is_fused(
     return not (torch.compiler.is_compiling() and torch.is_grad_enabled() and x.requires_grad)
 
 
-def _fused(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    offset: Tensor | None,
-    bias: Tensor | None,
-    group_size: int,
-    rounds_input: bool,
-) -> Tensor:
+def _fused(x: Tensor, numbers: _Numbers, bias: Tensor | None, rounds_input: bool) -> Tensor:
     """Compute a layer that :func:`_is_fused` takes."""
-    tokens, turned = flatten_tokens(x), weight.t()
+    tokens, turned, scale, offset = flatten_tokens(x), numbers.weight.t(), numbers.scale, numbers.offset
     if rounds_input:
-        numbers, steps = torch.ops.npu.npu_dynamic_quant(tokens)
-        factors = scale.view(-1) if x.dtype is torch.bfloat16 else scale.view(-1).float()
+        rounded, steps = torch.ops.npu.npu_dynamic_quant(tokens)
+        scale = scale.view(-1) if x.dtype is torch.bfloat16 else scale.view(-1).float()
         bias = bias if bias is None else bias.float()
         y = torch.ops.npu.npu_quant_matmul(
-            numbers, turned, factors, pertoken_scale=steps, bias=bias, output_dtype=x.dtype
+            rounded, turned, scale, pertoken_scale=steps, bias=bias, output_dtype=x.dtype
         )
     else:
         if bias is not None:
             bias = bias.to(torch.float32 if x.dtype is torch.bfloat16 else torch.float16)
         offset = offset if offset is None else offset.t()
-        y = torch.ops.npu.npu_weight_quant_batchmatmul(tokens, turned, scale.t(), offset, None, None, bias, group_size)
+        y = torch.ops.npu.npu_weight_quant_batchmatmul(
+            tokens, turned, scale.t(), offset, None, None, bias, numbers.group_size
+        )
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _reference(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    offset: Tensor | None,
-    bias: Tensor | None,
-    group_size: int,
-    rounds_input: bool,
-) -> Tensor:
+def _reference(x: Tensor, numbers: _Numbers, bias: Tensor | None, rounds_input: bool) -> Tensor:
     """Compute the same by operators of torch."""
     if rounds_input and x.numel():
         step = x.detach().abs().amax(-1, keepdim=True).float() / _LARGEST
         rounded = (torch.round(x.detach() / step) * step).nan_to_num(0.0).to(x.dtype)  # zeros over zero
         x = rounded + (x - x.detach())
-    made = dequantised(weight, scale, offset, group_size, x.shape[-1]).to(x.dtype)
-    return F.linear(x, made, None if bias is None else bias.to(x.dtype))
+    return F.linear(x, numbers.dequantised().to(x.dtype), None if bias is None else bias.to(x.dtype))

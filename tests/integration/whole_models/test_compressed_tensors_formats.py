@@ -283,3 +283,14 @@ def test_the_recipe_says_how_weights_are_kept(tmp_path: Path, capsys: pytest.Cap
     assert name in code
     exec(code.replace(name, str(tmp_path)), {})
     assert "→ quantised_linear: int4" in capsys.readouterr().out
+
+
+def test_it_is_compiled_switched_and_moved(served: Any) -> None:
+    path, layer = next(iter(layers(served).items()))
+    x = torch.randn(3, layer.in_features).bfloat16()
+    with torch.no_grad():
+        expected = layer(x.npu())
+        assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x.npu()), expected)
+        assert torch.equal(served.train().eval().get_submodule(path)(x.npu()), expected)
+        moved = served.cpu().get_submodule(path)(x)
+    assert (moved - expected.cpu()).abs().max() <= 2.0**-7 * expected.cpu().abs().max()  # the sum in another order

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from kernels_ext_npu.binding import lazy_swap, registration
 from kernels_ext_npu.binding.devices import awaits_weights
@@ -186,6 +187,8 @@ def _refusal(module: Any, scheme: Any, has_hook: bool) -> str | None:
     is_packed = scheme.format == _IN_INT32 and _PACKED in module._parameters
     if not (is_packed or (scheme.format in _AS_IT_LIES and weights.num_bits == 8)):
         return Reason("layout", "its weight lies as no release of compressed-tensors that was read lays it")
+    if any(isinstance(tensor, DTensor) for tensor in module._parameters.values()):
+        return Reason("sharded", "its weight is sharded")
     if awaits_weights():
         return Reason("meta", "its weight is on meta: once it is loaded kernelize(model) looks again")
     code = getattr(getattr(vars(module).get("forward"), "__func__", None), "__code__", None)

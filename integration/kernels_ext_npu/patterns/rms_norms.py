@@ -202,6 +202,8 @@ Zamba2RMSNormGated = reworded("Zamba2RMSNormGated", MambaRMSNormGated, _IN_GROUP
 
 def refuse_eps(module: Any) -> str | None:
     found = [getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)]
+    if found == [None] and isinstance(module, nn.RMSNorm):  # the kernel takes that of float32 then, as torch does
+        return None
     for eps in found or [None]:
         if not isinstance(eps, (float, int)):
             return f"its eps is {eps!r}, not a number"
@@ -211,16 +213,12 @@ def refuse_eps(module: Any) -> str | None:
 
 
 def refuse_weighted(module: nn.Module) -> str | None:
-    return _refuse_weight(module) or refuse_eps(module)
-
-
-def _refuse_weight(module: nn.Module) -> str | None:
     weight = static_getattr(module, "weight")
     if weight is None:
         return "it has no weight"
     if weight is not COMPUTED and (weight.dim() != 1 or not weight.is_floating_point()):
         return f"its weight is {str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}, not a vector of floats"
-    return None
+    return refuse_eps(module)
 
 
 def _refuse_optional_weight(module: nn.Module) -> str | None:
@@ -230,13 +228,6 @@ def _refuse_optional_weight(module: nn.Module) -> str | None:
 def refuse_dimensions(module: Any) -> str | None:
     dimensions = len(module.normalized_shape)
     return None if dimensions == 1 else f"it norms over {dimensions} dimensions, the kernel over one"
-
-
-def _refuse_torch_norm(module: Any) -> str | None:
-    weighs = static_getattr(module, "weight") is not None
-    takes_torchs_eps = module.eps is None and not hasattr(module, "variance_epsilon")
-    refused = refuse_dimensions(module) or (_refuse_weight(module) if weighs else None)
-    return refused or (None if takes_torchs_eps else refuse_eps(module))
 
 
 def _is_scaled(module: Any) -> bool:
@@ -287,7 +278,7 @@ PATTERNS = (
     ),
     *patterns_for(("RMSNormCastLast",), Olmo2RMSNorm, HeliumRMSNorm, MoshiRMSNorm, limits=refuse_weighted),
     Pattern(Gemma4RMSNorm, ("RMSNormCastLast",), _SCALED, holds=_is_scaled),
-    Pattern(TorchRMSNorm, ("RMSNormCastLast",), _refuse_torch_norm),
+    Pattern(TorchRMSNorm, ("RMSNormCastLast",), lambda m: refuse_dimensions(m) or _refuse_optional_weight(m)),
     Pattern(
         XLSTMRMSNorm, ("RMSNorm",), require(_is_unbiased, "it adds a bias", _REDUCED_IN_FLOAT32), holds=_is_unbiased
     ),

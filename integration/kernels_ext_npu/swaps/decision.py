@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from kernels_ext_npu.matching.rotations_by_running import Rotation
 
 
+_LIBRARIES = ("torch.", "transformers.")  # whose classes and functions are no other people's code
+
+
 @dataclass(frozen=True)
 class Row:
     """One module, or one function that a module calls.
@@ -95,7 +98,7 @@ class View:
         found: dict[nn.Module, tuple[CalledFunction, ...]] = {}
         for cls, modules in self.by_class.items():
             functions = self.facts[cls].functions
-            if _is_of_others(cls):
+            if not cls.__module__.startswith(_LIBRARIES):
                 found |= {module: (*dict.fromkeys((*functions, *_called_by_members(module))),) for module in modules}
             elif functions:
                 found |= dict.fromkeys(modules, functions)
@@ -126,7 +129,8 @@ class View:
         """The rotary functions of other people's code that no pattern knows, and how they rotate, if they do."""
         called = {callee for functions in self.calls.values() for callee in functions if callee.kind is ROTARY}
         functions = {callee: original_function(callee.function) for callee in called}
-        unknown = {c: f for c, f in functions.items() if f is not None and _is_of_others(f) and find_pattern(f) is None}
+        others = {c: f for c, f in functions.items() if f is not None and not f.__module__.startswith(_LIBRARIES)}
+        unknown = {callee: function for callee, function in others.items() if find_pattern(function) is None}
         if not unknown:
             return {}
         from kernels_ext_npu.matching.rotations_by_running import find_rotation  # models of transformers do without
@@ -139,11 +143,6 @@ class View:
         """The modules that layers of ours compute, each with its layer and package, once the layers are in place."""
         bound = [module for _, module in self.named if "forward" in vars(module)]
         return [(module, *kernel) for module, kernel in zip(bound, map(bound_kernel, bound)) if kernel is not None]
-
-
-def _is_of_others(written: FunctionType | type) -> bool:
-    """Tell whether neither torch nor transformers wrote a function or class."""
-    return written.__module__.partition(".")[0] not in ("torch", "transformers")
 
 
 def _called_by_members(module: nn.Module) -> list[CalledFunction]:

@@ -54,7 +54,7 @@ def install(active: Registration) -> None:
 def find(view: View) -> Iterator[Decision]:
     """Decide of every function that a kernel may serve and a module calls, once for each module."""
     patterns = {callee: find_pattern(callee.function) for callee in chain.from_iterable(view.calls.values())}
-    for path, module in view.named:
+    for path, module in view.named if patterns else ():
         for callee in view.calls.get(module, ()):
             pattern = patterns[callee]
             rotation = None if pattern else view.rotations.get(callee)
@@ -88,10 +88,14 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     """
     active = swapping.registration
     taken: dict[nn.Module, str] = {}
-    for callee in dict.fromkeys(chain.from_iterable(view.calls.values())):
+    callers: dict[CalledFunction, list[nn.Module]] = {}
+    for module, functions in view.calls.items():
+        for callee in functions:
+            callers.setdefault(callee, []).append(module)
+    for callee, modules in callers.items():
         pattern = find_pattern(callee.function)
         rotation = None if pattern else view.rotations.get(callee)
-        is_here = not all(is_elsewhere(module) for module, functions in view.calls.items() if callee in functions)
+        is_here = not all(map(is_elsewhere, modules))
         if rotation is not None and rotation.layer and is_here and registration.uses(_ROTATES):
             _bind_rotation(_function_module(active, callee), rotation, active)
         if pattern is None or not (_is_ours(callee) and registration.uses(pattern.repository)):

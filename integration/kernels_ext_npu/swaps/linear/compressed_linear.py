@@ -64,13 +64,14 @@ class Held:
 
 def find(view: View) -> list[Decision]:
     """Decide of every layer that compressed-tensors keeps in few bits."""
-    schemes = _schemes(view) if _LIBRARY in sys.modules else {}
+    found: list[Decision] = []
+    if not (known := schemes(view)):
+        return found
     has_hook = bool(_holders(view, _HOOK) or _holders(view, _HELD))
-    reasons = {module: _refusal(module, scheme, has_hook) for module, scheme in schemes.items()}
+    reasons = {module: _refusal(module, scheme, has_hook) for module, scheme in known.items()}
     refused = next(filter(None, reasons.values()), None)
-    found = []
-    for path, module in view.named if schemes else ():
-        if module in schemes:
+    for path, module in view.named:
+        if module in known:
             reason = reasons[module] or (
                 refused and Reason("another", f"another layer of the model is kept: {refused}")
             )
@@ -80,11 +81,6 @@ def find(view: View) -> list[Decision]:
                 Decision(path, module, NAME, reason, present, kind=kind, is_candidate=False, make=_make_forward)
             )
     return found
-
-
-def is_compressed(module: nn.Module) -> bool:
-    """Tell whether compressed-tensors keeps a layer in few bits, or did until a kernel computes it."""
-    return _scheme(module) is not None
 
 
 def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
@@ -147,8 +143,13 @@ def _kept(module: Any) -> str:
     return kept
 
 
-def _schemes(view: View) -> dict[nn.Module, Any]:
-    return {module: scheme for _, module in view.named if (scheme := _scheme(module)) is not None}
+def schemes(view: View) -> dict[nn.Module, Any]:
+    """Return the layers that compressed-tensors keeps in few bits, or did until a kernel took them, and how."""
+    if _LIBRARY not in sys.modules:
+        return {}
+    members = {module: vars(module) for _, module in view.named}
+    known = [module for module, own in members.items() if "quantization_scheme" in own or _HELD in own]
+    return {module: scheme for module in known if (scheme := _scheme(module)) is not None}
 
 
 def _scheme(module: nn.Module) -> Any:

@@ -29,13 +29,14 @@ from kernels_ext_npu.module_state import TORCH_CALL, has_hooks
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import gate_up_layout, refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View, bind_forwards
-from kernels_ext_npu.swaps.linear import compressed_linear, linear_groups, quantised_layers
+from kernels_ext_npu.swaps.linear import compressed_linear, linear_groups
 from kernels_ext_npu.swaps.linear.linear_groups import LORA
-from kernels_ext_npu.swaps.linear.plain_linear import qualified_name, why_not_plain
+from kernels_ext_npu.swaps.linear.plain_linear import is_quantised, qualified_name, why_not_plain
 
 REPOSITORY = "Linear"
 NAME = "lora_linear"
 PLAIN = Reason("plain", "torch_npu's operator computes it: a kernel of its own would gain less than 1% of a step")
+QUANTISED = Reason("quantised", "bitsandbytes computes it, by its operators for the NPU")
 PAUSED = Reason("paused", "its adapters are merged or switched off: it is the layer that it adapts")
 _LIBRARY, _LIBRARY_OF_QUANTISED = "peft.tuners.lora.layer", "peft.tuners.lora.bnb"
 _MEMBERS = {"merged_adapters", "_disable_adapters", "cast_input_dtype_enabled", "lora_variant", "scaling"}
@@ -68,16 +69,17 @@ def find(view: View) -> list[Decision]:
     is_sharded = bool(adapting) and any(issubclass(cls, FSDPModule) for cls in view.by_class)
     parts = {part for cls in adapting for module in view.by_class[cls] for part in module.modules()}
     linear = [cls for cls in view.by_class if issubclass(cls, nn.Linear)]
+    compressed = compressed_linear.schemes(view)
+    reasons: dict[type, Reason] = {cls: QUANTISED if is_quantised(cls) else PLAIN for cls in linear}
     found = []
     for path, module in view.instances((*adapting, *linear)):
         if type(module) in adapting:
             make: Any = functools.partial(_make_forward, type(module).forward)  # type: ignore[arg-type]
             reason, present = _refusal(module, is_sharded), NAME if forward_owner(module) == LORA else None
-        elif module in parts or compressed_linear.is_compressed(module) or forward_owner(module) is not None:
+        elif module in parts or module in compressed or ("forward" in vars(module) and forward_owner(module)):
             continue
         else:
-            make, present = None, None
-            reason = quantised_layers.QUANTISED if quantised_layers.is_quantised(module) else PLAIN
+            make, present, reason = None, None, reasons[type(module)]
         kind = PROJECTIONS.in_models
         found.append(Decision(path, module, None, reason, present, kind=kind, is_candidate=False, make=make))
     return found
@@ -132,7 +134,7 @@ def why_apart(*pair: nn.Module) -> str | None:
 
 def _is_quantised(module: nn.Module) -> bool:
     """Tell whether a layer that a kernel computes has adapters over a quantised one."""
-    return forward_owner(module) == LORA and quantised_layers.is_quantised(module.base_layer)  # type: ignore[arg-type]
+    return forward_owner(module) == LORA and is_quantised(type(module.base_layer))
 
 
 def _refusal(module: Any, is_sharded: bool) -> str | None:
@@ -232,22 +234,30 @@ def _frozen(layer: _Layer, x: Tensor, kernel: ModuleType) -> tuple[Any, Tensor |
     """Return the weight and bias of the frozen layer as the kernel takes them."""
     if layer.quantised is None:
         return layer.weight, layer.bias
+    from kernels_ext_npu.swaps.linear import quantised_layers  # models in 16 bits do without
+
     weight = quantised_layers.weight(layer.quantised, x.dtype, kernel)
     return weight, None if layer.bias is None else layer.bias.to(weight.dtype)
+
+
+def _why_not_made(base: Any, is_sharded: bool) -> str | None:
+    from kernels_ext_npu.swaps.linear import quantised_layers  # models in 16 bits do without
+
+    return quantised_layers.why_not_made(base, is_sharded)
 
 
 def _current_layer(module: Any, is_sharded: bool = False) -> _Layer | str:
     """Return the tensors that a layer is computed from now, or the reason why its class has to compute it."""
     modules, members = module._modules, vars(module)
     base = modules["base_layer"]
-    is_quantised = quantised_layers.is_quantised(base)
-    reason = (quantised_layers.why_not_made if is_quantised else why_not_plain)(base, is_sharded)
+    is_made = is_quantised(type(base))
+    reason = _why_not_made(base, is_sharded) if is_made else why_not_plain(base, is_sharded)
     if reason is not None:
         return f"of the layer that it adapts: {reason}"
     if members["merged_adapters"] or members["_disable_adapters"]:
         return PAUSED
     weight = base._parameters["weight"]
-    if weight.requires_grad and not is_quantised:
+    if weight.requires_grad and not is_made:
         return "the layer that it adapts is trained, too"
     if not members["cast_input_dtype_enabled"]:
         return "peft was told not to cast what it adapts"
@@ -263,14 +273,14 @@ def _current_layer(module: Any, is_sharded: bool = False) -> _Layer | str:
         if any(factor._parameters["bias"] is not None for factor in factors):
             return f"its adapter {name} has a bias"
         (a, b), scale = (factor._parameters["weight"] for factor in factors), members["scaling"][name]
-        if a.dtype is not b.dtype or (a.dtype not in (weight.dtype, torch.float32) and not is_quantised):
+        if a.dtype is not b.dtype or (a.dtype not in (weight.dtype, torch.float32) and not is_made):
             return f"its adapter {name} is in {a.dtype} and {b.dtype}, and its weight in {weight.dtype}"
         if not isinstance(scale, (int, float)):
             return f"the scale of its adapter {name} is a {type(scale).__name__}"
         adapters.append((a, b, scale, _dropout(modules["lora_dropout"]._modules[name])))
     if not adapters:
         return PAUSED
-    return _Layer(None if is_quantised else weight, base._parameters["bias"], adapters, base if is_quantised else None)
+    return _Layer(None if is_made else weight, base._parameters["bias"], adapters, base if is_made else None)
 
 
 def _dropout(module: nn.Module) -> float | nn.Module:

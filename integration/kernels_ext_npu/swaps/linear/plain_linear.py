@@ -1,10 +1,12 @@
 """Plain linear layers: one product with ordinary tensors and no hooks, so that a kernel may compute it.
 
 Adapters and heads ask it when kernels are swapped in, and again in each call, since a layer is quantised, hooked or
-wrapped at any time.
+wrapped at any time. Layers of bitsandbytes are none, and are told apart here.
 """
 
 from __future__ import annotations
+
+import sys
 
 from torch import nn
 from torch._subclasses import FakeTensor
@@ -16,6 +18,8 @@ from kernels_ext_npu.module_state import TORCH_CALL, has_hooks
 from kernels_ext_npu.reasons import Reason
 
 COMPRESSED = "compressed"  # the owner of forwards of layers that compressed-tensors keeps in few bits
+BITSANDBYTES = "bitsandbytes.nn.modules"
+_FOUR_BIT = ("Linear4bit", "LinearNF4", "LinearFP4")
 _NUMBERS = (nn.Parameter, FakeTensor)
 # torch's own: somebody may have put another in its place, before or since
 _FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) is vars(linear) else None
@@ -32,10 +36,12 @@ def why_not_plain(layer: nn.Module, is_sharded: bool = False) -> Reason | None:
         return Reason("class", f"it is a {qualified_name(type(layer))}, which may compute something else")
     if nn.Linear.forward is not _FORWARD or nn.Linear.__call__ is not TORCH_CALL:
         return Reason("replaced", "the forward of all linear layers was replaced")
-    if "forward" in vars(layer) and forward_owner(layer) is None:
-        return Reason("wrapped", "another library has wrapped its forward")
-    if forward_owner(layer) == COMPRESSED:
-        return Reason("in few bits", "compressed-tensors keeps its weight in few bits")
+    if "forward" in vars(layer):
+        owner = forward_owner(layer)
+        if owner is None:
+            return Reason("wrapped", "another library has wrapped its forward")
+        if owner == COMPRESSED:
+            return Reason("in few bits", "compressed-tensors keeps its weight in few bits")
     if has_hooks(layer):
         return Reason("hooks", "hooks watch its calls")
     weight = layer._parameters.get("weight")
@@ -47,6 +53,17 @@ def why_not_plain(layer: nn.Module, is_sharded: bool = False) -> Reason | None:
             name = qualified_name(type(tensor))
             return Reason("weight", f"its weight is a {name}: the kernel multiplies with numbers alone")
     return None
+
+
+def is_quantised(cls: type) -> bool:
+    """Tell whether a class is one of bitsandbytes' in four or eight bits."""
+    return is_in_four_bits(cls) or cls is getattr(sys.modules.get(BITSANDBYTES), "Linear8bitLt", None)
+
+
+def is_in_four_bits(cls: type) -> bool:
+    """Tell whether a class is one of bitsandbytes' in four bits."""
+    library = sys.modules.get(BITSANDBYTES)
+    return library is not None and any(cls is getattr(library, name, None) for name in _FOUR_BIT)
 
 
 def qualified_name(cls: type) -> str:

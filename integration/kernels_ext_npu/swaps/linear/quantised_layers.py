@@ -7,28 +7,20 @@ the dtype in which a layer of four bits computes from its first input.
 from __future__ import annotations
 
 import functools
-import sys
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kernels_ext_npu.binding.loaded_kernels import forward_owner
 from kernels_ext_npu.module_state import TORCH_CALL, has_hooks
 from kernels_ext_npu.reasons import Reason
+from kernels_ext_npu.swaps.linear.plain_linear import BITSANDBYTES, is_in_four_bits
 
-QUANTISED = Reason("quantised", "bitsandbytes computes it, by its operators for the NPU")
 _NOT_YET = Reason("not quantised", "its weight is not quantised yet")
-_LIBRARY = "bitsandbytes.nn.modules"
-_FOUR_BIT = ("Linear4bit", "LinearNF4", "LinearFP4")
 _NESTED = 256  # scales in eight bits share one, as bitsandbytes makes them and multiplies
-
-
-def is_quantised(layer: nn.Module) -> bool:
-    """Tell whether a layer is one of bitsandbytes' in four or eight bits."""
-    return _is_in_four_bits(layer) or type(layer) is getattr(sys.modules.get(_LIBRARY), "Linear8bitLt", None)
 
 
 def why_not_made(layer: Any, is_sharded: bool = False) -> Reason | None:
@@ -42,7 +34,7 @@ def why_not_made(layer: Any, is_sharded: bool = False) -> Reason | None:
 
     if not registration.is_registered():
         return Reason("operators", "bitsandbytes has no operators for the NPU: it was imported before torch_npu")
-    if type(layer).__call__ is not TORCH_CALL or type(layer).forward.__module__ != _LIBRARY:
+    if type(layer).__call__ is not TORCH_CALL or type(layer).forward.__module__ != BITSANDBYTES:
         return Reason("replaced", "the forward of bitsandbytes' layers was replaced")
     if "forward" in vars(layer) and forward_owner(layer) is None:
         return Reason("wrapped", "another library has wrapped its forward")
@@ -53,7 +45,7 @@ def why_not_made(layer: Any, is_sharded: bool = False) -> Reason | None:
         return Reason("flattened", "its weight is a part of another tensor, as under FSDP1")
     if isinstance(parameter, DTensor) and not is_sharded:
         return Reason("sharded", "its weight is sharded, and nobody has gathered it")
-    if _is_in_four_bits(layer):
+    if is_in_four_bits(type(layer)):
         state = _state(layer)
         if state is None:
             return _NOT_YET
@@ -76,7 +68,7 @@ def weight(layer: Any, dtype: torch.dtype, kernel: ModuleType) -> Any:
         dtype: of the input, in which a layer computes that says nothing.
     """
     shape = (layer.out_features, layer.in_features)
-    if not _is_in_four_bits(layer):
+    if not is_in_four_bits(type(layer)):
         packed, scales = _bytes_and_scales(layer)
         assert scales is not None  # why_not_made looks
         return kernel.QuantizedWeight(packed, functools.partial(_from_bytes, scales, dtype), shape, dtype)
@@ -85,11 +77,6 @@ def weight(layer: Any, dtype: torch.dtype, kernel: ModuleType) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         packed = layer._parameters["weight"].detach()
     return kernel.QuantizedWeight(packed, functools.partial(_from_four_bits, _state(layer), computed), shape, computed)
-
-
-def _is_in_four_bits(layer: nn.Module) -> bool:
-    library = sys.modules.get(_LIBRARY)
-    return library is not None and any(type(layer) is getattr(library, name, None) for name in _FOUR_BIT)
 
 
 def _state(layer: Any) -> Any:

@@ -164,6 +164,7 @@ def _bind_rotation(function: nn.Module, rotation: Rotation, active: Registration
     active.function_layers[function] = rotation.layer
     if _bound_rotation(function) is not rotation:
         forward_binding.take_out(function)
+        rotation.left = None
         forward = make_forward(rotation)
         setattr(forward, ROTATION, rotation)
         set_forward(function, forward, ROTATION)

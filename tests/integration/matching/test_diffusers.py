@@ -162,6 +162,8 @@ def test_the_report_says_which_calls_are_the_functions_own(registered) -> None:
     model(**moved, timestep=time.npu(), encoder_attention_mask=mask.npu(), **sizes)
     reasons = {(row.swapped, row.reason) for row in rows(model) if row.function}
     assert reasons == {(False, "but it computes calls of [2, 8, 16] itself: it is not known to rotate these")}
+    again = kernels_ext_npu.kernelize(kernels_ext_npu.restore(model))
+    assert all(row.swapped for row in rows(again) if row.function)
 
 
 def test_norms_that_call_the_operator_themselves_are_named(registered) -> None:

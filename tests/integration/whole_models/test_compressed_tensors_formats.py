@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import (
     QuantizationArgs,
@@ -84,6 +85,8 @@ def wide(folder: Path, **options: Any) -> Any:
 
 @pytest.fixture(params=SCHEMES)
 def name(request) -> str:
+    if request.param == "W4A16 asymmetric" and transformers.__version__ == "5.24.0":
+        pytest.skip("transformers 5.24.0 loads no zero points that are packed: it takes their shape for a wrong one")
     return request.param
 
 

@@ -49,6 +49,9 @@ class Given:
     is_pair: bool = False
 
 
+NUMBER = Given((), "number")
+
+
 @dataclass(frozen=True, eq=False)
 class Form:
     """One way to call a rotary function: what each parameter is given, tensors or the value of a setting."""
@@ -243,9 +246,9 @@ def forms_with(signature: Signature, held: Sequence[Tensor], numbers: Collection
 def _module_values(default: Any) -> tuple[Any, ...]:
     """Return what a parameter of a module may be given: beside its default positions, or the number of the first."""
     if default is None or default is inspect.Parameter.empty:
-        others = (None,) if default is None else (Given((), "number"),)
+        others = (None,) if default is None else (NUMBER,)
         return (*others, *(Given(positions, "index") for positions in _POSITIONS))
-    return (Given((), "number"), default) if type(default) is int else (default,)
+    return (NUMBER, default) if type(default) is int else (default,)
 
 
 def _values(default: Any) -> tuple[Any, ...]:

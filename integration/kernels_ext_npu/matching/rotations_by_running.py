@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from kernels_ext_npu.matching.asked_lengths import asked_lengths
 from kernels_ext_npu.matching.function_settings import CONSTANTS, Setting, hold, read_globals
-from kernels_ext_npu.matching.rotary_forms import Form, Settings, Signature, TableFirst, candidate_forms, ranks
+from kernels_ext_npu.matching.rotary_forms import NUMBER, Form, Settings, Signature, TableFirst, candidate_forms, ranks
 from kernels_ext_npu.matching.rotary_pairs import PAIRINGS, Pairing, rotary_mul
 from kernels_ext_npu.matching.watched_runs import NotRecognisedError, Watched, are_same, is_close, isolated
 
@@ -112,7 +112,8 @@ class Rotation:
         by_settings = self._forms.get(key, {})
         if not self._is_function:
             return by_settings.get((), [])
-        given = tuple((type(value), value) for value, rank in zip(values, key) if rank is None)
+        asked = zip(values, key, self.signature.defaults)
+        given = tuple((type(v), NUMBER if _is_offset(v, default) else v) for v, rank, default in asked if rank is None)
         if not by_settings or not all(issubclass(kind, CONSTANTS) for kind, _ in given):
             return []
         if given not in by_settings:
@@ -142,6 +143,11 @@ class Rotation:
             except Exception:  # whatever a function raises that is given what it does not expect
                 pass
         return self._plans[form]
+
+
+def _is_offset(value: Any, default: Any) -> bool:
+    """Tell whether a setting may be the number of the first position, which is another one each time."""
+    return type(value) is int and value > 0 and type(default) is int and default == 0
 
 
 def ask(

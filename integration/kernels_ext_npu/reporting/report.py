@@ -17,7 +17,7 @@ from rich.text import Text
 from torch import nn
 
 from kernels_ext_npu.binding import forward_binding, lazy_swap
-from kernels_ext_npu.binding.devices import assume_npu_if_meta, check_is_module
+from kernels_ext_npu.binding.devices import assume_npu_if_meta, check_is_module, is_elsewhere
 from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, LAYERS, PROJECTIONS, TABLES
 from kernels_ext_npu.reporting import release_limits
 from kernels_ext_npu.swaps import finders, refusals
@@ -160,7 +160,8 @@ def report(model: nn.Module) -> Report:
         for finder in finders.FINDERS:
             remarks |= finder.remarks(view, served) if finder.remarks else {}
         remarks |= _bypassed(view, served)
-        rows = [decision.row(remarks.get(decision)) for decision in found]
+        is_away = is_elsewhere(model)
+        rows = [decision.row(remarks.get(decision), is_away) for decision in found]
         if any(module._forward_pre_hooks and lazy_swap.waits(module) for _, module in view.named):
             rows = [_at_first_call(row) for row in rows]
         captions = [caption for finder in finders.FINDERS if finder.caption and (caption := finder.caption(view))]

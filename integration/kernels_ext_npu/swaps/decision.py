@@ -187,12 +187,12 @@ class Decision:
         """Whether the kernel is in place, and nothing speaks against it."""
         return self.reason is None and self.present is not None
 
-    def row(self, remark: str | None = None) -> Row:
-        """Return what the report says of it, with a remark on what serves it."""
+    def row(self, remark: str | None = None, is_model_elsewhere: bool = False) -> Row:
+        """Return what the report says of it, with a remark on what serves it, of a model on the NPU or elsewhere."""
         if self.present is None:
             is_swapped, reason = False, self.reason or refusals.not_swapped()
         elif self.reason is not None:
-            is_swapped, reason = False, refusals.changed(self.module, self.reason)
+            is_swapped, reason = False, refusals.changed(self.module, self.reason, is_model_elsewhere)
         else:
             is_swapped, reason = self.doubt is None, self.doubt or remark  # type: ignore[assignment]
         return Row(

@@ -47,9 +47,13 @@ def not_swapped() -> Reason:
     return NOT_REGISTERED if registration.current is None else NOT_ASKED_FOR
 
 
-def changed(module: nn.Module, reason: str) -> Reason:
-    """Say of a kernel that is in place that it no longer fits, until kernels are looked at again."""
-    advice = "restore(model) takes the kernels out" if is_elsewhere(module) else "kernelize(model) takes the kernel out"
+def changed(module: nn.Module, reason: str, is_model_elsewhere: bool = False) -> Reason:
+    """Say of a kernel that is in place that it no longer fits, until kernels are looked at again.
+
+    A module without tensors is where the model around it is.
+    """
+    is_away = is_elsewhere(module) or (is_model_elsewhere and compute_device(module) is None)
+    advice = "restore(model) takes the kernels out" if is_away else "kernelize(model) takes the kernel out"
     return Reason("changed", f"changed since it was swapped in: {reason}; {advice}")
 
 

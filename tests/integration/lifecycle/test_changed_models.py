@@ -128,6 +128,16 @@ def test_what_is_advised_can_be_done_where_the_model_is(registered) -> None:
     assert torch.equal(outputs(model, "qwen3"), outputs(original, "qwen3"))
 
 
+def test_what_has_no_tensors_is_where_its_model_is(registered) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), ACT2FN["gelu_new"]).to("npu")
+    kernels_ext_npu.kernelize(model)
+    kernels_ext_npu.register(kernels=["RMSNorm"])
+    (here,) = reasons(model, "activations")
+    (away,) = reasons(model.to("cpu"), "activations")
+    assert here.endswith("leaves Activation out; kernelize(model) takes the kernel out")
+    assert away.endswith("leaves Activation out; restore(model) takes the kernels out")
+
+
 # of positions: the operator would take it for the weight of a norm over two dimensions
 WEIGHTS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
     "scalar": lambda weight, rows, positions: weight.new_tensor(1.5),

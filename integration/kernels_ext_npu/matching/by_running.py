@@ -9,6 +9,7 @@ the roundings of norms tell layers apart. What it was read from is kept beside i
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import nn
@@ -33,11 +34,13 @@ def recognise(module: nn.Module) -> Recognised | str | None:
     opaque = tuple((name, type(child)) for name, child in module._modules.items() if is_opaque(child))
     shapes = tuple((name, None if p is None else (p.dim(), p.shape[-1:])) for name, p in module._parameters.items())
     held = tuple((name, each.shape, each.dtype) for name, each in zip(tensors, held_tensors(module, tensors)))
-    helpers = tuple((name, value) for _, name, value in read_helpers(type(module)) or ()) if tensors else ()
-    key = settings, opaque, shapes, held, helpers
+    helpers = read_helpers(type(module), tensors)
+    read = None if helpers is None else tuple((name, value) for _, name, value in helpers)
+    key = settings, opaque, shapes, held, read
     if key not in _known:
-        plain = (find_norm, find_activation, find_gated_mlp, find_rotating_module)
-        finders = (find_rotating_module,) if tensors else (find_gated_mlp,) if opaque else plain
+        rotating = () if helpers is None else (functools.partial(find_rotating_module, helpers),)
+        plain: tuple[Any, ...] = (find_norm, find_activation, find_gated_mlp, *rotating)
+        finders = rotating if tensors else (find_gated_mlp,) if opaque else plain
         try:
             with isolated():
                 found = next(filter(None, (attempt(find, module) for find in finders)), None)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kernels_ext_npu.matching.classification import ROTATING_NAMES, classify_class
 from kernels_ext_npu.matching.computed import Computed
-from kernels_ext_npu.matching.function_settings import read_globals
+from kernels_ext_npu.matching.function_settings import Setting, read_globals
 from kernels_ext_npu.matching.module_settings import names_read, numbers
 from kernels_ext_npu.matching.rotary_forms import Signature, forms_with
 from kernels_ext_npu.matching.rotations_by_running import Rotation
@@ -27,12 +27,10 @@ _ANGLES = {"cos", "polar"}  # which a module calls that holds no tensor
 class RotatingModule(Rotation):
     """A module that rotates, which holds tensors of some shapes."""
 
-    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
+    def __init__(self, module: nn.Module, names: tuple[str, ...], helpers: tuple[Setting, ...]) -> None:
         signature = Signature(type(module).forward, 1)  # type: ignore[arg-type]
         forms = forms_with(signature, held_tensors(module, names), () if names else numbers(module, int))
-        super().__init__(
-            _stand_in_function(module, names, signature), signature, read_helpers(type(module)) or (), forms
-        )
+        super().__init__(_stand_in_function(module, names, signature), signature, helpers, forms)
         self.names = names
 
 
@@ -50,18 +48,20 @@ def held_tensors(module: nn.Module, names: tuple[str, ...]) -> list[Any]:
     return [module._buffers.get(name, vars(module).get(name)) for name in names]
 
 
-def read_helpers(cls: Any) -> tuple[Any, ...] | None:
-    """Return what a forward reads outside of its module; None if some of that is neither code nor a constant."""
-    return read_globals(cls.forward, cls) if isinstance(cls.forward, FunctionType) else None
+def read_helpers(cls: Any, names: tuple[str, ...]) -> tuple[Setting, ...] | None:
+    """Return what a forward reads outside of its module; None if the module is not to be run for a rotation.
 
-
-def find_rotating_module(module: nn.Module) -> Computed | None:
-    """Return the layer that rotates as a module does; none of one that is called so, and does what no rotation does."""
-    names, cls = tensor_names(module), type(module)
-    if not names and _ANGLES.isdisjoint(names_read(cls, cls.forward)):  # type: ignore[arg-type]
+    That is one that neither holds tensors nor makes angles, or reads what is neither code nor a constant.
+    """
+    if not isinstance(cls.forward, FunctionType) or (not names and _ANGLES.isdisjoint(names_read(cls, cls.forward))):
         return None
-    found = RotatingModule(module, names)
-    if read_helpers(cls) is None or not found.signature.is_plain:
+    return read_globals(cls.forward, cls)
+
+
+def find_rotating_module(helpers: tuple[Setting, ...], module: nn.Module) -> Computed | None:
+    """Return the layer that rotates as a module does; none of one that is called so, and does what no rotation does."""
+    cls, found = type(module), RotatingModule(module, tensor_names(module), helpers)
+    if not found.signature.is_plain:
         return None
     is_called_so = classify_class(cls) is None and ROTATING_NAMES.search(cls.__name__.lower())
     return Computed(found.layer, rotation=found) if found.layer or (found.refused and is_called_so) else None

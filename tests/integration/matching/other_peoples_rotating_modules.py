@@ -199,6 +199,16 @@ class NumbersAlone(nn.Module):
         return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
 
 
+class NumbersAndAHelper(NumbersAlone):
+    """Leaves a part to a function of its file."""
+
+    def forward(self, x):
+        exponents = torch.arange(0, self.head_dim, 2, device=x.device).float() / self.head_dim
+        turns = torch.arange(x.shape[1], device=x.device).float()[:, None] * self.theta**-exponents
+        emb = torch.cat((turns, turns), -1)[None, :, None]
+        return (x.float() * emb.cos() + rotate_half(x.float()) * emb.sin()).to(x.dtype)
+
+
 class NoBuffers(nn.Module):
     """Holds tensors that torch does not know of, which stay on the CPU."""
 
@@ -291,6 +301,7 @@ SERVED = {
     FrequenciesAlone: ("RotaryPosEmb", lambda: (heads(), heads(count=M))),
     PartOfAHead: ("RotaryPosEmb", lambda: (heads(),)),
     NumbersAlone: ("RotaryPosEmb", lambda: (heads(False),)),
+    NumbersAndAHelper: ("RotaryPosEmb", lambda: (heads(False),)),
     NoBuffers: ("RotaryPosEmbInterleaved", lambda: (heads(),)),
     PositionsFirst: ("RotaryPosEmb", lambda: (heads().permute(2, 0, 1, 3).contiguous(),)),
     OneHead: ("RotaryPosEmbDeinterleaved", lambda: (heads()[:, 0],)),

@@ -77,13 +77,14 @@ def test_a_changed_setting_is_its_own_until_it_is_looked_at_again(registered) ->
     assert_same(model(x.npu()), plain(x))
 
 
-@pytest.mark.parametrize("cls", [others.Louder, others.OwnHelper])
+@pytest.mark.parametrize("cls", [others.Louder, others.OwnHelper, others.NumbersAndAHelper])
 def test_a_helper_that_was_replaced_is_seen(registered, monkeypatch, cls) -> None:
     model, x = kernelized(cls()), heads().npu()
     monkeypatch.setattr(others, "rotate_half", lambda x: -x)
     assert launched(lambda: model(x)) == 0
     kernels_ext_npu.kernelize(model)
     assert launched(lambda: model(x)) == 0
+    assert not any(row.swapped for row in rows(model))
     monkeypatch.undo()
     kernels_ext_npu.kernelize(model)
     assert launched(lambda: model(x)) == 1

@@ -63,7 +63,10 @@ def _imported_when_called(function: FunctionType) -> Iterator[tuple[str, str]]:
     for place, step in enumerate(steps):
         if step.opname == "IMPORT_NAME" and (names := steps[place - 1].argval):
             package = function.__globals__.get("__package__") or ""
-            file = importlib.util.resolve_name("." * steps[place - 2].argval + step.argval, package)
+            try:
+                file = importlib.util.resolve_name("." * steps[place - 2].argval + step.argval, package)
+            except ImportError:  # as the function itself would raise, whose file is in no package
+                continue
             if file in sys.modules and not _NOT_MODELS.match(file):
                 yield from ((file, name) for name in names if name in vars(sys.modules[file]))
 

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 ROTATION = "rotation"  # owner, and attribute, of the forwards of functions that were found by running them
 _ROTATES = LAYERS[ROTARY.layers[0]]  # the repository of functions that rotate
 # functions of other people's code that are called rotary ones, and make what others rotate by
-_MAKES_ANGLES = re.compile(r"^_?(get|build|make|create|init|compute|precompute|pad)_|freqs|cache|params|layout")
+_MAKES_ANGLES = re.compile(
+    r"(?!_?apply_)(_?(get|build|make|create|init|compute|precompute|pad)_|.*(freqs|cache|params|layout))"
+)
 
 
 def install(active: Registration) -> None:
@@ -149,7 +151,7 @@ def _refusal(
 
 
 def _makes_angles(callee: CalledFunction) -> bool:
-    return not callee.file.startswith("transformers.") and _MAKES_ANGLES.search(callee.name) is not None
+    return not callee.file.startswith("transformers.") and _MAKES_ANGLES.match(callee.name) is not None
 
 
 def _bound_rotation(function: nn.Module) -> Rotation | None:

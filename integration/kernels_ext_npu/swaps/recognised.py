@@ -48,7 +48,9 @@ def find(view: View) -> Iterator[Decision]:
             layer = what.computed.layer or None
             kind = KIND_OF_LAYER[layer].in_models if layer else ROTARY.in_models
             make = functools.partial(_make_forward, what, type(module).forward)
-            yield Decision(path, module, layer, _refusal(module, what, before), present, kind=kind, make=make)
+            left = what.computed.rotation and what.computed.rotation.left
+            doubt = refusals.left_calls(left) if left else None
+            yield Decision(path, module, layer, _refusal(module, what, before), present, doubt, kind=kind, make=make)
         elif what is None and view.facts[type(module)].is_run and not _calls_rotation(view, module):
             for name in rotary_methods(type(module)):
                 full_name, kind = f"{type(module).__name__}.{name}", ROTARY.in_models
@@ -64,6 +66,8 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
         if vars(module)["forward"].__func__ is not forwards.get(module):
             set_forward(module, None, _OWNER)
     for module, forward in forwards.items():
+        if (rotation := view.recognised[module].computed.rotation) is not None and "forward" not in vars(module):
+            rotation.left = None
         set_forward(module, forward, _OWNER)
         if (pair := _gate_and_up(module, view.recognised[module])) is not None:
             registration.package("SwiGLU").packing.pack(*pair)

@@ -38,7 +38,7 @@ def calls_itself(operator: str) -> Reason:
 
 
 def left_calls(shapes: str) -> Reason:
-    """Say of a rotary function of which shapes it was called and computed itself."""
+    """Say of a rotary function or module of which shapes it was called and computed itself."""
     return Reason("other shapes", f"but it computes calls of {shapes} itself: it is not known to rotate these")
 
 

@@ -1,8 +1,8 @@
-"""Rotary functions of other people's code, which are found by running them (matching/rotations_by_running.py).
+"""Rotary functions and modules of other people's code, found by running them (matching/rotations_by_running.py).
 
-Such a function is asked for cos and sin as it has them, by a call for one head, and the kernel rotates by those. They
-are kept for the layers that rotate by the same tensors. A call of another kind, on another device, under
-``torch.compile`` or with angles that are trained is the function's own.
+Such a function, or the forward of such a module, is asked for cos and sin as it has them, by a call for one head, and
+the kernel rotates by those. They are kept for the layers that rotate by the same tensors. A call of another kind, on
+another device, under ``torch.compile`` or with angles that are trained is the function's own.
 """
 
 from __future__ import annotations
@@ -107,9 +107,12 @@ def _asked(
         return None
     given = len(values)
     plan = found.plan(values := [*values, *held])
+    if plan is None:
+        shapes = [
+            str([*each.shape]) for each in values[:given] if isinstance(each, Tensor) and each.device.type == "npu"
+        ]
+        found.left = found.left or " and ".join(shapes) or None
     if plan is None or values[0].device.type != "npu":
-        if plan is None and found.left is None:
-            found.left = " and ".join(str([*each.shape]) for each in values if isinstance(each, Tensor))
         return None
     tensors, tables = values[: plan.form.rotated], plan.form.tables(values)
     if len({table.dtype for table in tables if table.is_floating_point()}) > 1:

@@ -274,6 +274,10 @@ def apply_rotary_normed(x, cos, sin):
     return x * cos + rotate_half(x) * sin
 
 
+def apply_rotary_from_cache(x, cos, sin):
+    return (x * cos + rotate_half(x) * sin).abs()
+
+
 def apply_rotary_shifted(x, cos, sin):
     return x * cos + rotate_half(x) * sin + 1e-2
 

@@ -154,7 +154,8 @@ def test_the_report_says_which_calls_are_the_functions_own(registered) -> None:
         num_layers=1,
         caption_channels=16,
     )
-    model = kernels_ext_npu.kernelize(model.to("npu"))
+    kernels_ext_npu.kernelize(model.to("npu"))
+    assert all(row.swapped for row in rows(model) if row.function)
     given = {"hidden_states": torch.randn(2, 8, 4), "encoder_hidden_states": torch.randn(2, TEXT, 16)}
     mask, time = torch.ones(2, TEXT, dtype=torch.bool), torch.ones(2)
     sizes = {"num_frames": 2, "height": 2, "width": 2}

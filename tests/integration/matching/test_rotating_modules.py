@@ -191,8 +191,13 @@ def test_every_length_is_rotated_as_it_rotates_it(registered) -> None:
     model = kernelized(copy.deepcopy(plain))
     for length, launches in ((1, 1), (20, 1), (21, 0), (50, 0), (7, 1)):
         x = torch.randn(B, N, length, D)
+        (row,) = rows(kernels_ext_npu.kernelize(kernels_ext_npu.restore(model)))
+        assert (row.swapped, row.reason) == (True, None)
         assert launched(lambda x=x: model(x.npu())) == launches
         assert_same(model(x.npu()), plain(x))
+        (row,) = rows(model)
+        said = f"but it computes calls of {[*x.shape]} itself: it is not known to rotate these"
+        assert (row.swapped, row.reason) == ((True, None) if launches else (False, said))
 
 
 def test_a_table_that_is_too_short_is_its_own_error(registered) -> None:

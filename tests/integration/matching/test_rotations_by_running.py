@@ -1,6 +1,8 @@
 """Rotary functions of other people's code are served because of what they compute, in whatever words."""
 
 import copy
+import sys
+import types
 import weakref
 
 import pytest
@@ -89,8 +91,9 @@ def test_in_16_bits_it_is_as_near_to_float64_as_the_function(served, table_dtype
 
 @pytest.mark.parametrize("name", LOOKALIKES)
 def test_what_only_looks_like_one_is_left_alone(registered, name: str) -> None:
-    model = kernelized(name)
-    assert not any(swapped for _, swapped in said(model))
+    found = said(kernelized(name))
+    assert found
+    assert not any(swapped for _, swapped in found)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +203,17 @@ def test_angles_may_come_first(registered) -> None:
 def test_a_function_whose_helper_has_a_kernel_is_found(registered) -> None:
     kernelized("apply_rope_litgpt")
     assert said(kernelized("apply_rope_to_both")) == [("RotaryPosEmb", True)]
+
+
+def test_an_import_that_fails_when_called_ends_nothing(registered, monkeypatch) -> None:
+    script = types.ModuleType("a_script")  # in no package
+    monkeypatch.setitem(sys.modules, script.__name__, script)
+    exec("def forward(self, x):\n    from .kernels import apply_rope\n    return apply_rope(x)", vars(script))
+    model = type("Caller", (nn.Module,), {"forward": script.forward, "__module__": script.__name__})()
+    model.place = nn.Parameter(torch.zeros(1, device="npu"))
+    kernels_ext_npu.kernelize(model)
+    with pytest.raises(ImportError, match="no known parent package"):
+        model(model.place)
 
 
 def test_arguments_may_be_named(registered) -> None:

@@ -1,4 +1,4 @@
-"""A block that holds a module that rotates, and what its calls launch."""
+"""What rotates, held by a block or called: what its calls launch, and what they are given and give."""
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,11 @@ def launched(call) -> int:
     return sum(counts.get(name, 0) for name in OPERATORS)
 
 
-def on(device: str, values, dtype: torch.dtype | None = None) -> list:
-    """Move tensors, and cast those of floats."""
-    return [
-        each.to(device, dtype if each.is_floating_point() else None) if isinstance(each, Tensor) else each
-        for each in values
-    ]
+def on(device: str, values, dtype: torch.dtype | None = None):
+    """Move tensors, also in tuples, and cast those of floats."""
+    if isinstance(values, Tensor):
+        return values.to(device, dtype if values.is_floating_point() else None)
+    return tuple(on(device, value, dtype) for value in values) if isinstance(values, tuple) else values
 
 
 def as_list(results) -> list[Tensor]:

@@ -12,7 +12,7 @@ from diffusers.models.transformers import transformer_flux
 from torch import Tensor, nn
 
 import kernels_ext_npu
-from tests.integration.matching.test_rotations_by_running import launched, on
+from tests.integration.matching.rotating_blocks import launched, on
 from tests.support import pages
 from tests.support.served import rows
 

@@ -14,26 +14,8 @@ import kernels_ext_npu
 import softnpu
 from tests.integration.matching import other_peoples_rotations as others
 from tests.integration.matching.other_peoples_rotations import LOOKALIKES, SERVED, D, N, S, T, caller, heads, table
+from tests.integration.matching.rotating_blocks import as_list, launched, on
 from tests.support.served import rows
-
-OPERATORS = ("npu_rotary_mul", "npu_mrope")
-
-
-def launched(call) -> int:
-    softnpu.reset_counters()
-    call()
-    return sum(softnpu.counters().get(name, 0) for name in OPERATORS)
-
-
-def on(device: str, values, dtype: torch.dtype | None = None):
-    """Move tensors, also in tuples, and cast those of floats."""
-    if isinstance(values, Tensor):
-        return values.to(device, dtype if values.is_floating_point() else None)
-    return tuple(on(device, value, dtype) for value in values) if isinstance(values, tuple) else values
-
-
-def rotated(results) -> list[Tensor]:
-    return [results] if isinstance(results, Tensor) else list(results)
 
 
 def kernelized(name: str) -> nn.Module:
@@ -58,18 +40,18 @@ def served(request, registered):
 def test_it_is_served_by_the_layer_that_computes_the_same(served) -> None:
     model, plain, arguments, layer = served
     assert said(model) == [(layer, True)]
-    expected = rotated(plain(*arguments))
+    expected = as_list(plain(*arguments))
     assert launched(lambda: model(*on("npu", arguments))) == len(expected)
-    for ours, theirs in zip(rotated(model(*on("npu", arguments))), expected, strict=True):
+    for ours, theirs in zip(as_list(model(*on("npu", arguments))), expected, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-5, atol=1e-5)  # products of float32 in another order
 
 
 def test_its_gradients_are_those_of_the_function(served) -> None:
     model, plain, arguments, _ = served
-    count = len(rotated(plain(*arguments)))
+    count = len(as_list(plain(*arguments)))
     leaves = [[x.to(device).requires_grad_() for x in arguments[:count]] for device in ("npu", "cpu")]
     for (function, device), given in zip(((model, "npu"), (plain, "cpu")), leaves, strict=True):
-        sum(x.square().sum() for x in rotated(function(*given, *on(device, arguments[count:])))).backward()
+        sum(x.square().sum() for x in as_list(function(*given, *on(device, arguments[count:])))).backward()
     for ours, theirs in zip(*leaves, strict=True):
         torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-5, atol=1e-5)
 
@@ -77,11 +59,11 @@ def test_its_gradients_are_those_of_the_function(served) -> None:
 @pytest.mark.parametrize("table_dtype", [torch.bfloat16, torch.float32])
 def test_in_16_bits_it_is_as_near_to_float64_as_the_function(served, table_dtype: torch.dtype) -> None:
     model, plain, arguments, _ = served
-    count = len(rotated(plain(*arguments)))
+    count = len(as_list(plain(*arguments)))
     tensors, tables = on("cpu", arguments[:count], torch.bfloat16), on("cpu", arguments[count:], table_dtype)
-    truth = rotated(plain(*(x.double() for x in tensors), *on("cpu", tables, torch.float64)))
-    theirs = rotated(plain(*tensors, *tables))
-    ours = rotated(model(*on("npu", tensors), *on("npu", tables)))
+    truth = as_list(plain(*(x.double() for x in tensors), *on("cpu", tables, torch.float64)))
+    theirs = as_list(plain(*tensors, *tables))
+    ours = as_list(model(*on("npu", tensors), *on("npu", tables)))
     for mine, other, exact in zip(ours, theirs, truth, strict=True):
         assert mine.dtype is other.dtype
         # the kernel rounds once, at the end: by half a unit at most

@@ -1,6 +1,7 @@
 """Every model of transformers with a head that can be built small: its loss and all gradients, tied and untied."""
 
 import copy
+import inspect
 import itertools
 from typing import Any
 
@@ -56,17 +57,14 @@ QUICK = {"qwen3", "gemma2", "cohere", "granite", "nanochat", "gptj", "qwen2_vl",
 
 
 def more_than_decoders() -> list[str]:
-    """Name the models of the zoo that have a head and are no causal language models, by their classes' names.
-
-    To ask the classes would import their files, in each process that collects tests.
-    """
-    named = {name: each.model_class for name, each in zoo.ARCHITECTURES.items()}
+    """Name the models of the zoo that have a head and are no causal language models."""
+    named = {name: getattr(transformers, each.model_class) for name, each in zoo.ARCHITECTURES.items()}
     listed = [[names] if isinstance(names, str) else names for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()]
     causal = set(itertools.chain(*listed))
     return [
         name
         for name, cls in named.items()
-        if (cls == "MarianMTModel" or not cls.endswith("Model")) and name not in WITHOUT and cls not in causal
+        if "labels" in inspect.signature(cls.forward).parameters and name not in WITHOUT and cls.__name__ not in causal
     ]
 
 

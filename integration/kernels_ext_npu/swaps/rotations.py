@@ -108,11 +108,11 @@ def _asked(
     given = len(values)
     plan = found.plan(values := [*values, *held])
     if plan is None:
-        shapes = [
-            str([*each.shape]) for each in values[:given] if isinstance(each, Tensor) and each.device.type == "npu"
-        ]
-        found.left = found.left or " and ".join(shapes) or None
-    if plan is None or values[0].device.type != "npu":
+        if found.left is None:
+            here = [each for each in values[:given] if isinstance(each, Tensor) and each.device.type == "npu"]
+            found.left = " and ".join(str([*each.shape]) for each in here) or None
+        return None
+    if values[0].device.type != "npu":
         return None
     tensors, tables = values[: plan.form.rotated], plan.form.tables(values)
     if len({table.dtype for table in tables if table.is_floating_point()}) > 1:

@@ -12,7 +12,7 @@ from diffusers.models.transformers import transformer_flux
 from torch import Tensor, nn
 
 import kernels_ext_npu
-from tests.integration.matching.rotating_blocks import launched, on
+from tests.integration.matching.rotating_blocks import counted, launched, on
 from tests.support import pages
 from tests.support.served import rows
 
@@ -129,6 +129,20 @@ def test_it_computes_what_it_does_without_kernels(made) -> None:
     for mine, own in zip(found, expected, strict=True):
         # float32, with sums of a hundred numbers in another order
         torch.testing.assert_close(mine, own, rtol=1e-4, atol=1e-5 * max(1.0, own.abs().max().item()))
+
+
+def test_a_step_launches_what_the_recipe_says(registered) -> None:
+    model, arguments = flux()
+    model.to("npu")
+    given = {name: on("npu", each) for name, each in arguments.items()}
+    found = []
+    for swap in (lambda: None, lambda: kernels_ext_npu.kernelize(model)):
+        swap()
+        step(model, given)  # which asks for cos and sin, as one does in the first of many
+        model.zero_grad()
+        found.append(sum(counted(lambda: step(model, given)).values()))
+    text = " ".join((pages.DOCS / "recipes.md").read_text().split())
+    assert f"a Flux of two blocks is {found[1]} launches in place of {found[0]}" in text
 
 
 def test_another_processor_is_looked_at(registered) -> None:

@@ -31,8 +31,7 @@ from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
-from kernels_ext_npu.swaps.experts import serving as experts
-from kernels_ext_npu.swaps.experts.implementation import other_than_ours
+from kernels_ext_npu.swaps.experts import implementation as experts
 
 # kinds of which no kernel is expected to serve all modules
 _PARTLY_SERVED = (catalogue.TABLES, catalogue.LAYER_NORMS, catalogue.PATCHES)
@@ -146,7 +145,7 @@ def _unwanted(module: nn.Module, pattern: Pattern) -> Reason | None:
     """Return why somebody does not want the kernel for an instance; None if nobody said so."""
     if (reason := refusals.unwanted(module, pattern.repository)) is not None:
         return reason
-    asked_for = other_than_ours(module.config) if experts.LAYER in pattern.layers else None
+    asked_for = experts.other_than_ours(module.config) if experts.LAYER in pattern.layers else None
     return None if asked_for is None else Reason("named", f"the experts implementation {asked_for} was asked for")
 
 

@@ -13,11 +13,11 @@ from kernels_ext_npu.binding.forward_binding import kernel_forward
 from kernels_ext_npu.binding.named_implementation import NPU_GROUPED_MM
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
-from kernels_ext_npu.swaps.experts import implementation, serving
+from kernels_ext_npu.swaps.experts import implementation
 
 # layer -> the submodule that it computes without calling it
 _BYPASSED = {
-    **dict.fromkeys((*serving.WITH_LISTS, "ScaledTokensMoEBlock"), "experts"),
+    **dict.fromkeys((*implementation.WITH_LISTS, "ScaledTokensMoEBlock"), "experts"),
     "FlatExperts": "mlp",
     "CorrectedSoftmaxTopKRouter": "moe_statics",
 }
@@ -42,7 +42,7 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
             bypassed: Any = getattr(module, name)
             first = bypassed[0] if isinstance(bypassed, nn.ModuleList) else bypassed
             package.expert_lists.remember_forward(bypassed, kernel_forward(first))
-    for module, kernel in serving.served(view):
+    for module, kernel in implementation.served(view):
         if not kernel.expert_activation.is_current(module):
             kernel.expert_activation.forget(module)
         kernel.expert_activation.recognised_activation(module)
@@ -50,10 +50,10 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
 
 def revert(view: View) -> None:
     """Give a model the default back, and forget its gates."""
-    for module, kernel in serving.served(view):
+    for module, kernel in implementation.served(view):
         kernel.expert_activation.forget(module)
-    for module in serving.experts(view):  # one config is that of many
+    for module in implementation.experts(view):  # one config is that of many
         NPU_GROUPED_MM.take_out(module.config, implementation.DEFAULT)
 
 
-FINDER = Finder("experts", put=put, install=install, revert=revert, remarks=serving.remarks)
+FINDER = Finder("experts", put=put, install=install, revert=revert, remarks=implementation.remarks)

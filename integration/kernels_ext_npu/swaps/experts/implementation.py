@@ -1,4 +1,4 @@
-"""The experts implementation ``npu_grouped_mm`` of transformers, which configs name.
+"""The experts implementation ``npu_grouped_mm`` of transformers, which configs name, and which modules it serves.
 
 It is the forward of the layer `MoEExperts`, called by name. While kernels are registered, models that would take
 transformers' default take it, on the NPU; on other devices it hands over to that default. Who names another
@@ -15,10 +15,17 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from kernels_ext_npu.binding import forward_binding, registration
+from kernels_ext_npu.binding.devices import awaits_weights, is_elsewhere
+from kernels_ext_npu.binding.forward_binding import bound_package, kernel_forward
 from kernels_ext_npu.binding.named_implementation import NPU_GROUPED_MM
-from kernels_ext_npu.swaps.experts.serving import is_experts
+from kernels_ext_npu.catalogue import EXPERTS
+from kernels_ext_npu.matching.fingerprint import is_experts_class
+from kernels_ext_npu.module_state import has_hooks
+from kernels_ext_npu.swaps.decision import Decision, View
 
 DEFAULT = "grouped_mm"  # transformers' default
+LAYER = "MoEExperts"  # what the implementation calls by name
+WITH_LISTS = ("SparseMoEBlock", "GatedMoEBlock")  # the layers that serve blocks with a list of experts
 
 
 def npu_grouped_mm(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -75,3 +82,59 @@ def set_implementation(original: Callable, self: PreTrainedModel, requested: str
     for module in self.modules():
         if is_experts(module) and other_than_ours(module.config) is not None:
             forward_binding.take_out(module)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Tell whether the forward of a module calls the implementation that its config names."""
+    return is_experts_class(type(module))
+
+
+def is_called_by_name(module: nn.Module) -> bool:
+    """Tell whether the forward of an experts module ends in our implementation, through the name in its config."""
+    is_named = NPU_GROUPED_MM.is_registered() and is_experts(module) and NPU_GROUPED_MM.is_named_by(module.config)
+    return is_named and not is_elsewhere(module)
+
+
+def serving_package(module: nn.Module) -> Any:
+    """Return the package of the loaded kernel that serves an experts module; None for any other module."""
+    if not is_experts(module):
+        return None
+    if kernel_forward(module) is not None:
+        return bound_package(module)
+    active = registration.current
+    return active.packages.get(NPU_GROUPED_MM.repository) if active and is_called_by_name(module) else None
+
+
+def experts(view: View) -> list[Any]:
+    """Return the modules of a model whose forward calls the implementation that their config names."""
+    return [module for cls, facts in view.facts.items() if facts.is_experts for module in view.by_class[cls]]
+
+
+def called_by_name(view: View) -> set[nn.Module]:
+    """Return the experts of a model whose forwards end in our implementation."""
+    return set(filter(is_called_by_name, experts(view)))
+
+
+def served(view: View) -> list[tuple[Any, Any]]:
+    """Return the experts of a model that are served, each with the package of the kernel."""
+    return [(module, kernel) for module in experts(view) if (kernel := serving_package(module)) is not None]
+
+
+def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
+    """Say what is not as fast as it could be in experts, or in blocks with a list of them, that are served."""
+    found = {decision: _remark(decision) for decision in served if decision.kind == EXPERTS.in_models}
+    return {decision: remark for decision, remark in found.items() if remark is not None}
+
+
+def _remark(decision: Decision) -> str | None:
+    module = decision.module
+    if decision.present in WITH_LISTS and not awaits_weights():
+        reason = bound_package(module).expert_lists.unfit(module)
+        return reason and f"expert by expert, since {reason}"
+    kernel = serving_package(module)
+    if kernel is None or isinstance(kernel.expert_activation.recognised_activation(module), kernel.Gate):
+        is_by_name = kernel_forward(module) is None and is_called_by_name(module)
+        return f"called by its own forward, as {NPU_GROUPED_MM.name}" if is_by_name else None
+    if has_hooks(getattr(module, "act_fn", None)):
+        return "what lies between its products is computed in torch, since hooks watch its activation"
+    return "what lies between its products is computed in torch: the kernel has SwiGLU and the clipped SwiGLU"

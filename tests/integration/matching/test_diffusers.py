@@ -136,7 +136,7 @@ def test_a_step_launches_what_the_recipe_says(registered) -> None:
     model.to("npu")
     given = {name: on("npu", each) for name, each in arguments.items()}
     found = []
-    for swap in (lambda: None, lambda: kernels_ext_npu.kernelize(model)):
+    for swap in (kernels_ext_npu.unregister, lambda: kernels_ext_npu.kernelize(model)):  # which registers, too
         swap()
         step(model, given)  # which asks for cos and sin, as one does in the first of many
         model.zero_grad()

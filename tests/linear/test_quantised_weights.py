@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.nearness import assert_near
 
@@ -116,6 +117,35 @@ def test_nothing_keeps_what_was_made(kernel: ModuleType, name: str) -> None:
         run(kernel, x, [each.given for each in made], adapters(kernel, torch.float32, number, p))
     assert sum(tensor.dtype is torch.int8 for tensor in kept) == number
     assert not [tensor for tensor in kept if tensor.shape in ((N, H), (2 * N, H)) and tensor.dtype is not torch.int8]
+
+
+@each_function
+@by_dtype
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_that_is_computed_again_makes_it_for_the_backward_too(
+    kernel: ModuleType,
+    name: str,
+    of_x: torch.dtype,
+    of_weight: torch.dtype,
+    of_adapters: torch.dtype,
+    reentrant: bool,
+) -> None:
+    run, number, p = FUNCTIONS[name]
+    x = torch.randn(2, ROWS, H, generator=torch.Generator().manual_seed(5)).to(of_x).npu()
+    made = [Made(kernel, of_weight, seed) for seed in range(number)]
+    given, weights = adapters(kernel, of_adapters, number, p), [each.given for each in made]
+
+    def checkpointed(x: Tensor, **options: list) -> list[Tensor]:
+        return checkpoint(lambda x: tuple(run(kernel, x, **options)), x, use_reentrant=reentrant)
+
+    expected = step(partial(run, kernel), x, weights, given)
+    for each in made:
+        each.times = 0
+    found = step(checkpointed, x, weights, given)
+    assert {each.times for each in made} == {2}  # without that they would be made in the backward, too
+    for mine, plain in zip(found, expected, strict=True):
+        # the gradient of an input of several layers may be one product, which is rounded once
+        assert_near(mine, plain, 2**-6 if torch.bfloat16 in (of_x, of_weight, of_adapters) else 1e-6)
 
 
 @each_function

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from ._common.second_order import differentiable_once
 from .adapters import add_product, as_operand, scaled_product
-from .projections import Weight, as_stored, flatten_tokens, formats, from_stored, linear, linear_input_gradient
+from .projections import (
+    Weight,
+    as_stored,
+    flatten_tokens,
+    formats,
+    from_stored,
+    linear,
+    linear_input_gradient,
+    made_if_checkpointed,
+)
 
 
 class LoraLinear(torch.autograd.Function):
@@ -27,6 +36,7 @@ class LoraLinear(torch.autograd.Function):
     def forward(
         ctx, scales: tuple[float, ...], x: Tensor, weight: Weight, bias: Tensor | None, *tensors: Tensor | None
     ) -> Tensor:
+        (weight,) = made_if_checkpointed([weight])
         y, low_rank = lora_forward(scales, x, weight, bias, *tensors)
         ctx.scales, ctx.shape, ctx.formats = scales, x.shape, formats([weight])
         ctx.save_for_backward(x if None in tensors[::3] else None, as_stored(weight), *tensors, *low_rank)

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from ._common.second_order import differentiable_once
 from .adapters import add_product, as_operand, scaled_product
-from .projections import as_stored, flatten_tokens, formats, from_stored, linear, shared_input_gradient
+from .projections import (
+    as_stored,
+    flatten_tokens,
+    formats,
+    from_stored,
+    linear,
+    made_if_checkpointed,
+    shared_input_gradient,
+)
 
 
 class MultiLoraLinear(torch.autograd.Function):
@@ -26,10 +34,12 @@ class MultiLoraLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, scales: tuple[float, ...], x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        outputs, low_rank = multi_lora_forward(scales, x, *tensors)
-        ctx.scales, ctx.formats = scales, formats(tensors[::4])
-        kept = (tensor for place, tensor in enumerate(tensors) if place % 4 > 1)
-        ctx.save_for_backward(x, low_rank, *map(as_stored, tensors[::4]), *kept)
+        given = [*tensors]
+        given[::4] = made_if_checkpointed(tensors[::4])  # type: ignore[arg-type]
+        outputs, low_rank = multi_lora_forward(scales, x, *given)
+        ctx.scales, ctx.formats = scales, formats(given[::4])
+        kept = (tensor for place, tensor in enumerate(given) if place % 4 > 1)
+        ctx.save_for_backward(x, low_rank, *map(as_stored, given[::4]), *kept)
         ctx.set_materialize_grads(False)
         return outputs
 

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from ._common.second_order import differentiable_once
 from .adapters import add_product, as_operand, scaled_product
-from .projections import as_stored, flatten_tokens, formats, from_stored, linear, shared_input_gradient
+from .projections import (
+    as_stored,
+    flatten_tokens,
+    formats,
+    from_stored,
+    linear,
+    made_if_checkpointed,
+    shared_input_gradient,
+)
 
 # for each layer the scale of its adapter, and with which probability that drops elements
 ScalesAndProbabilities = tuple[tuple[float, float], ...]
@@ -32,10 +40,12 @@ class MultiLoraDropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, options: ScalesAndProbabilities, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        outputs, low_rank, masks = multi_lora_dropout_forward(options, x, *tensors)
-        ctx.options, ctx.formats = options, formats(tensors[::4])
-        kept = (tensor for place, tensor in enumerate(tensors) if place % 4 > 1)
-        ctx.save_for_backward(x, *low_rank, *masks, *map(as_stored, tensors[::4]), *kept)
+        given = [*tensors]
+        given[::4] = made_if_checkpointed(tensors[::4])  # type: ignore[arg-type]
+        outputs, low_rank, masks = multi_lora_dropout_forward(options, x, *given)
+        ctx.options, ctx.formats = options, formats(given[::4])
+        kept = (tensor for place, tensor in enumerate(given) if place % 4 > 1)
+        ctx.save_for_backward(x, *low_rank, *masks, *map(as_stored, given[::4]), *kept)
         ctx.set_materialize_grads(False)
         return outputs
 

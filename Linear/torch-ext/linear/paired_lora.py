@@ -22,6 +22,8 @@ from .projections import (
     from_stored,
     linear,
     linear_input_gradient,
+    made_as_one,
+    made_if_checkpointed,
 )
 
 
@@ -34,10 +36,12 @@ class PairedLoraLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, scale: float, x: Tensor, *tensors: Tensor) -> Tensor:
-        y, low_rank, block_diagonal = paired_lora_forward(scale, x, *tensors)
-        ctx.scale, ctx.formats = scale, formats(tensors[::3])
-        kept = (tensor for place, tensor in enumerate(tensors) if place % 3)
-        ctx.save_for_backward(x, low_rank, block_diagonal, *map(as_stored, tensors[::3]), *kept)
+        given = [*tensors]
+        given[::3] = made_if_checkpointed(tensors[::3])  # type: ignore[call-overload]
+        y, low_rank, block_diagonal = paired_lora_forward(scale, x, *given)
+        ctx.scale, ctx.formats = scale, formats(given[::3])
+        kept = (tensor for place, tensor in enumerate(given) if place % 3)
+        ctx.save_for_backward(x, low_rank, block_diagonal, *map(as_stored, given[::3]), *kept)
         return y
 
     @staticmethod
@@ -86,10 +90,7 @@ def paired_lora_forward(scale: float, x: Tensor, *tensors: Tensor) -> tuple[Tens
 def _as_one(first: Weight, second: Weight, are_neighbours: bool = False) -> Weight:
     """Return two weights as one, the first one first; quantised ones are made into one buffer."""
     if isinstance(first, QuantizedWeight) and isinstance(second, QuantizedWeight):
-        both = torch.empty(2 * first.shape[0], first.shape[1], dtype=first.dtype, device=first.device)
-        for weight, half in zip((first, second), both.split(first.shape[0])):
-            weight.dequantize(weight.packed, half)
-        return both
+        return made_as_one([first, second])
     return with_neighbour(first) if are_neighbours else joined(first, second)  # type: ignore[arg-type]
 
 

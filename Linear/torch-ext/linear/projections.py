@@ -1,7 +1,8 @@
 """The product that a linear layer is, and the gradient of its input; weights are frozen, and have none.
 
 A weight may be quantised. Then a product makes it, in the forward and again in the backward, and nothing keeps what was
-made. It may be of another dtype than the input: that is cast to multiply, and what comes out is cast back.
+made but a forward that is computed again, for the backward that follows at once. It may be of another dtype than the
+input: that is cast to multiply, and what comes out is cast back.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils import checkpoint
 
 
 class QuantizedWeight(NamedTuple):
@@ -58,6 +60,38 @@ def from_stored(stored: Sequence[Tensor], kept: Sequence[QuantizedWeight | None]
     return [tensor if how is None else how._replace(packed=tensor) for tensor, how in zip(stored, kept)]
 
 
+def made_if_checkpointed(weights: Sequence[Weight]) -> list[Weight]:
+    """Return the weights of one input that a node multiplies with and keeps.
+
+    Quantised ones are made under ``torch.utils.checkpoint``: what is kept the first time is dropped, and what is kept
+    when the forward is computed again lives for the backward of a layer, which need not make it once more.
+    """
+    quantised = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+    are_alike = len(quantised) == len(weights) and len({weight.dtype for weight in quantised}) == 1
+    if not (are_alike and _is_checkpointed()):
+        return list(weights)
+    return list(made_as_one(quantised).split([weight.shape[0] for weight in quantised]))
+
+
+def made_as_one(weights: Sequence[QuantizedWeight]) -> Tensor:
+    """Make quantised weights ``[N, H]`` of one dtype as the rows of one matrix ``[ΣN, H]``."""
+    rows, like = [weight.shape[0] for weight in weights], weights[0]
+    made = torch.empty(sum(rows), like.shape[1], dtype=like.dtype, device=like.device)
+    for weight, part in zip(weights, made.split(rows)):
+        weight.dequantize(weight.packed, part)
+    return made
+
+
+def _is_checkpointed() -> bool:
+    """Tell whether what nodes keep is dropped, or this is a forward within a backward."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == checkpoint.__name__
+
+
 def as_matrix(weight: Weight) -> Tensor:
     """Return a weight as a matrix ``[N, H]``, which is made where it is quantised."""
     return weight.dequantize(weight.packed) if isinstance(weight, QuantizedWeight) else weight
@@ -97,7 +131,7 @@ def shared_input_gradient(grads: Sequence[Tensor], weights: Sequence[Weight]) ->
         grads: ``[T, N]`` for each layer.
         weights: ``[N, H]`` each.
     """
-    matrices = [weight for weight in weights if isinstance(weight, Tensor)]
+    matrices = [weight for weight in weights if isinstance(weight, Tensor) and weight.dtype is grads[0].dtype]
     if len(matrices) == len(weights) > 1 and _is_less_to_join(grads, matrices):
         return torch.cat(tuple(grads), 1) @ torch.cat(tuple(matrices))
     total = linear_input_gradient(grads[0], weights[0])

@@ -41,9 +41,9 @@ def test_weights_take_half_a_byte_and_their_scales(counted: dict[bool, dict]) ->
 
 
 def test_making_weights_moves_bytes_that_are_bounded(counted: dict[bool, dict]) -> None:
-    """They are made in the forward, again when it is computed again, and in the backward."""
+    """They are made in the forward, and again when it is computed again, for the backward as well."""
     plain, made = (counted[nf4]["variants"][-1]["step"]["bytes"] for nf4 in (False, True))
-    assert (made - plain) / (3 * VALUES) <= 24  # bytes a value; 22.5 of test_bitsandbytes_operators.py, and scales
+    assert (made - plain) / (2 * VALUES) <= 24  # bytes a value; 22.5 of test_bitsandbytes_operators.py, and scales
 
 
 def test_four_bits_are_not_trained() -> None:
@@ -54,9 +54,9 @@ def test_four_bits_are_not_trained() -> None:
 
 @pytest.mark.long
 def test_qwen3_8b_takes_nine_gigabytes() -> None:
-    """With checkpointing, at 1 × 4096; LoRA in bfloat16 takes 19.2."""
+    """With checkpointing, at 1 × 4096, 0.2 of them the weights of a layer; LoRA in bfloat16 takes 19.2."""
     inspected = inspecting.inspect(subject.find("Qwen3-8B"), SOCS["910b3"], lora=16, nf4=True, checkpointing=True)
     step = inspected.ends[1].counts["step"]
     assert step is not None
-    assert inspected.weights + step.peak < 9e9
+    assert inspected.weights + step.peak < 9.2e9
     assert step.waits == 0

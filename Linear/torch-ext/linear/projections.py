@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils import checkpoint
 
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
 
 class QuantizedWeight(NamedTuple):
     """A frozen weight in few bits, which products make when they need it.
@@ -83,13 +85,11 @@ def made_as_one(weights: Sequence[QuantizedWeight]) -> Tensor:
 
 
 def _is_checkpointed() -> bool:
-    """Tell whether what nodes keep is dropped, or this is a forward within a backward."""
-    if torch.compiler.is_compiling():
+    """Tell whether what nodes keep is dropped, or this is a forward within a backward; torch 2.6 does not say."""
+    if _top_hooks is None or torch.compiler.is_compiling():
         return False
-    if torch._C._current_graph_task_id() != -1:
-        return True
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__module__ == checkpoint.__name__
+    hooks = _top_hooks(True)
+    return torch._C._current_graph_task_id() != -1 if hooks is None else hooks[0].__module__ == checkpoint.__name__
 
 
 def as_matrix(weight: Weight) -> Tensor:

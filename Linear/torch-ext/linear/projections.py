@@ -85,7 +85,7 @@ def made_as_one(weights: Sequence[QuantizedWeight]) -> Tensor:
 
 
 def _is_checkpointed() -> bool:
-    """Tell whether what nodes keep is dropped, or this is a forward within a backward; torch 2.6 does not say."""
+    """Tell whether what nodes keep is dropped, or this is a forward within a backward; torch before 2.8 cannot say."""
     if _top_hooks is None or torch.compiler.is_compiling():
         return False
     hooks = _top_hooks(True)

@@ -142,10 +142,10 @@ def _flat_gradients(model: nn.Module) -> Tensors:
     shards = [handle.flat_param._local_shard for handle in handles]
     before = [shard.detach().clone() for shard in shards]
     flat = [handle.flat_param for handle in handles]
-    given = [p.grad if p.grad is not None else p._saved_grad_shard for p in flat]
+    given = [p.grad if p.grad is not None else getattr(p, "_saved_grad_shard", None) for p in flat]
     with torch.no_grad():
         for shard, gradient in zip(shards, given):
-            shard.copy_(gradient)
+            shard.zero_() if gradient is None else shard.copy_(gradient)  # a unit whose weights are frozen has none
         found = weights(model)
         for shard, weight in zip(shards, before):
             shard.copy_(weight)

@@ -6,8 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -37,12 +36,6 @@ def install(patches: Patches) -> None:
     library = torch.library.Library("aten", "IMPL")
     library.impl(_NAME, _rms_norm, _KEY)
     patches.at_the_end(library._destroy)
-
-
-def composed(operator: torch._ops.OpOverload) -> Callable[..., Any] | None:
-    """Return the function that computes an operator of torch here, while it is registered; None for any other."""
-    functions: dict[str, Callable[..., Any]] = {_NAME: _rms_norm, f"{_NAME}_backward": _rms_norm_backward}
-    return functions.get(operator.name().removeprefix("aten::"))
 
 
 def _rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, ...]:
@@ -80,7 +73,7 @@ def _rows(x: Tensor, normalized_shape: list[int], weight: Tensor | None) -> tupl
     return (x, weight) if is_taken else (x.reshape(-1, weight.numel()), weight.reshape(-1))
 
 
-def _formula(name: str) -> Callable[..., Any]:
+def _formula(name: str):
     """Return torch's own formula of an operator, for what the NPU's does not take."""
     from torch._decomp import decomposition_table  # what most models never need
 

@@ -8,7 +8,7 @@ fake ones, whose operators only run torch_npu's meta kernels. Waits of the host,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch_npu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import softnpu
-from kernels_ext_npu import torch_rms_norm
 from kernels_ext_npu.bitsandbytes_backend import registration
 from kernels_ext_npu.machine.cann_releases import parse_release
 from kernels_ext_npu.measuring.distance import tensors
@@ -39,16 +38,6 @@ READING = frozenset(
     for name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim")
 )
 
-# what torch takes apart above autograd, and leaves whole below, where formulas of operators run
-_COMPOSITES = {torch.ops.aten.to.dtype, torch.ops.aten.reshape.default}
-
-
-def composed(operator: torch._ops.OpOverload) -> Callable[..., Any] | None:
-    """Return the function of operators that computes an operator here; None where that is one by itself."""
-    if operator in _COMPOSITES:
-        return operator.decompose
-    return registration.composed(operator) or torch_rms_norm.composed(operator)
-
 
 class Cost(TorchDispatchMode):
     """A count of launches, kernels and bytes, for as long as the context is open."""
@@ -62,7 +51,7 @@ class Cost(TorchDispatchMode):
         self._cann = parse_release(getattr(torch.version, "cann", None))
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if (formula := composed(operator)) is not None:
+        if (formula := registration.composed(operator)) is not None:
             with self:
                 return formula(*args, **(kwargs or {}))
         result = operator(*args, **(kwargs or {}))

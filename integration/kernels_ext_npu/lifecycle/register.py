@@ -63,8 +63,7 @@ def register(
     kernels_internals.check()
     from transformers.distributed import utils
 
-    from kernels_ext_npu import torch_rms_norm
-    from kernels_ext_npu.binding import lazy_swap, registration
+    from kernels_ext_npu.binding import lazy_swap, registration, torch_rms_norm
     from kernels_ext_npu.decoding import generation, static_cache
     from kernels_ext_npu.distribution import sources
     from kernels_ext_npu.lifecycle import use_kernels
@@ -79,10 +78,8 @@ def register(
         for finder in finders.FINDERS:
             if finder.install is not None:
                 finder.install(active)
-        for part in (use_kernels, generation, static_cache):
+        for part in (use_kernels, generation, static_cache, torch_rms_norm):
             part.install(active.patches)
-        if "RMSNorm" in chosen:
-            torch_rms_norm.install(active.patches)
         if "npu" not in utils.DISTRIBUTED_BACKEND_MAP:
             active.patches.item(utils.DISTRIBUTED_BACKEND_MAP, "npu", BACKEND)
         if everywhere:

@@ -5,8 +5,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.func import hessian, jvp, vmap
+from torch.fx import GraphModule
 
 import kernels_ext_npu
 from tests.support import npu_counts
@@ -143,17 +146,35 @@ def test_transforms_of_torch_func(transform: Callable[..., Tensor]) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_into_one_graph(dynamic: bool) -> None:
+def test_a_compiled_graph_has_the_operator_of_torch_npu(dynamic: bool) -> None:
+    """Which backends for NPUs know."""
+    called: list[str] = []
+
+    def keep(graph: GraphModule, _: object) -> Callable:
+        called.extend(str(node.target) for node in graph.graph.nodes if "norm" in str(node.target))
+        return make_boxed_func(graph)
+
     norm = torch.compile(
-        lambda x, w: F.rms_norm(x, (16,), w, 1e-6) * 2, backend="aot_eager", fullgraph=True, dynamic=dynamic
+        lambda x, w: F.rms_norm(x, (16,), w, 1e-6) * 2, backend=aot_autograd(fw_compiler=keep), dynamic=dynamic
     )
     for rows in (4, 7):
         x, weight, grad = arguments((rows, 16), (16,), torch.float32)
         mine, theirs = x.to("npu").requires_grad_(), x.clone().requires_grad_()
-        result = norm(mine, weight.to("npu"))
-        result.backward(grad.to("npu"))
+        norm(mine, weight.to("npu")).backward(grad.to("npu"))
         (F.rms_norm(theirs, (16,), weight, 1e-6) * 2).backward(grad)
         assert_near(gradients([mine])[0], gradients([theirs])[0])
+    assert set(called) == {"npu.npu_rms_norm.default", "npu.npu_rms_norm_backward.default"}
+    assert len(called) == (2 if dynamic else 4)
+
+
+def test_a_result_can_be_changed_in_place() -> None:
+    x, weight, grad = arguments((5, 16), (16,), torch.float32)
+    changed = []
+    for device in ("npu", "cpu"):
+        mine = x.to(device).requires_grad_()
+        F.rms_norm(mine, (16,), weight.to(device), 1e-6).add_(1).mul_(grad.to(device)).sum().backward()
+        changed += gradients([mine])
+    assert_near(*changed)
 
 
 def test_a_graph_outlives_the_registration() -> None:

@@ -13,7 +13,7 @@ import softnpu  # noqa: F401  before torch
 
 # isort: split
 import typer
-from estimating import fitting, reports, rows
+from estimating import fitting, reports, rows, steps
 
 from kernels_ext_npu.measuring.estimate import RATES
 
@@ -36,8 +36,8 @@ def main(
             typer.echo(f"{fitting.off(row):+7.0%}  {1e3 * row.seconds:10.3f} ms  {row.name}, {row.mode}")
         return
     modules, _ = rows.module_rows(data)
-    attention = rows.attention_rows(data)
-    fitted = fitting.fit_all(modules, attention)
+    apart = rows.apart_rows(data)
+    fitted = fitting.fit_all(modules, apart)
     for name, value in vars(fitted).items():
         said = "" if getattr(RATES, name) == value else f"  (set: {getattr(RATES, name):g})"
         typer.echo(f"{name:18}{value:10g}{said}")
@@ -45,8 +45,11 @@ def main(
     for size, some in fitting.by_size(tested).items():
         _say(f"modules {size}", some)
     typer.echo(f"nine of ten are within a factor of {fitting.spread(tested):.2f}")
-    _say("attention", rows.halves(attention)[1])
+    for what, some in apart.items():
+        _say(what, rows.halves(some)[1])
     _say("products", rows.product_rows(data))
+    for step in map(steps.rebuild, data["steps"]):
+        typer.echo(f"{step.off:+7.0%}  {1e3 * step.published:10.3f} ms  {step.name}")
     if data["reports"]:
         _say("reports", rows.report_rows(data))
 

@@ -186,4 +186,4 @@ def _most(recorded: dict[str, Costs], mechanism: Mechanism, act: str) -> str:
 def _seconds(act: str, cost: Cost) -> float:
     """Return the estimated seconds of an act; a token is in a graph, where the host launches nothing."""
     found = estimate(cost["work"])
-    return found.device if act == TOKEN else found.seconds
+    return found.graph if act == TOKEN else found.seconds

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from itertools import product
 from statistics import mean, quantiles
 from typing import NamedTuple
 
 from estimating.rows import Row, halves
-from kernels_ext_npu.measuring.estimate import PARTS, RATES, Rates, estimate
+from kernels_ext_npu.measuring.estimate import LINKS, PARTS, RATES, Rates, estimate
 
 # where the search begins: the peaks, and ten microseconds for each of what is counted
 START = Rates(**{rate.name: 1.0 if rate.name in PARTS else 1e-5 for rate in fields(Rates)})
-ATTENTION_RATES = ("attention", "attention_kernel")
+# rates that are fitted to rows of their own, by the names of these
+APART = {
+    "attention": ("attention", "attention_kernel"),
+    "collectives": (*LINKS, "collective"),
+    "graph_kernels": ("graph_kernel",),
+}
 STEPS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01)  # as parts of a rate
 DIGITS = 2  # of a rate
 BORDER = 1e-3  # seconds, between small and large modules
 
 
-def fit_all(modules: list[Row], attention: list[Row]) -> Rates:
-    """Fit all rates, to one half of the rows: those of attention to its own."""
-    others = [rate.name for rate in fields(Rates) if rate.name not in ATTENTION_RATES]
-    return fit(halves(attention)[0], ATTENTION_RATES, fit(halves(modules)[0], others, START))
+def fit_all(modules: list[Row], apart: Mapping[str, list[Row]]) -> Rates:
+    """Fit all rates, to one half of the rows: those that stand apart to their own."""
+    names = {name for some in APART.values() for name in some}
+    rates = fit(halves(modules)[0], [rate.name for rate in fields(Rates) if rate.name not in names], START)
+    for what, some in APART.items():
+        rates = fit(halves(apart[what])[0], some, rates)
+    return rates
 
 
 def fit(rows: list[Row], names: Iterable[str], rates: Rates) -> Rates:

@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensorMode
 from estimating.modules import make
 from kernels_ext_npu.inspection.counting.dispatch import Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
+from kernels_ext_npu.measuring.estimate import Workload
 from kernels_ext_npu.measuring.roofline import SOCS
 
 FILE = Path(__file__).resolve().parents[2] / "tests" / "data" / "measured.json"
@@ -81,6 +82,34 @@ def product_rows(data: dict[str, Any]) -> list[Row]:
     return [Row(f"product {case['size']}", "", 1e-3 * case["ms"], _product(case["size"])) for case in data["products"]]
 
 
+def collective_rows(data: dict[str, Any]) -> list[Row]:
+    """Count collectives that were timed alone, over the first devices of a server."""
+    rows = []
+    for case in data["collectives"]:
+        workload = Workload(SOCS[case["chip"]])
+        workload.add_collective(case["operator"], range(case["ranks"]), case["bytes"], is_beside=False)
+        name = f"{case['operator']} of {case['bytes']:,} bytes, {case['ranks']} x {case['chip']}"
+        rows.append(Row(name, "", 1e-6 * case["us"], _on_device(workload)))
+    return rows
+
+
+def graph_kernel_rows(data: dict[str, Any]) -> list[Row]:
+    """Return kernels in graphs that move next to nothing."""
+    return [
+        Row(f"{case['kernel']}, {case['model']}", "", 1e-6 * case["us"], {"graph_kernel": 1.0})
+        for case in data["graph_kernels"]
+    ]
+
+
+def apart_rows(data: dict[str, Any]) -> dict[str, list[Row]]:
+    """Return the rows that rates of their own are fitted to."""
+    return {
+        "attention": attention_rows(data),
+        "collectives": collective_rows(data),
+        "graph_kernels": graph_kernel_rows(data),
+    }
+
+
 def report_rows(data: dict[str, Any]) -> list[Row]:
     """Return what reports of benchmarks brought, whose workloads were counted on the card."""
     return [Row(case["name"], case["mode"], 1e-3 * case["ms"], case["work"]) for case in data["reports"]]
@@ -143,7 +172,7 @@ def _attention(chip: str, tokens: int, us: float) -> dict[str, float]:
         q, k, v = torch.empty(3, 1, 1, tokens, 128, dtype=torch.float16, device="npu")
         costs.workload.start()
         torch_npu.npu_fusion_attention(q, k, v, 1, "BNSD")
-    return _device(costs)
+    return _on_device(costs.workload)
 
 
 def _product(size: int) -> dict[str, float]:
@@ -151,12 +180,12 @@ def _product(size: int) -> dict[str, float]:
         left, right = torch.empty(2, size, size, dtype=torch.float16, device="npu")
         costs.workload.start()
         torch.mm(left, right)
-    return _device(costs)
+    return _on_device(costs.workload)
 
 
-def _device(costs: Counting) -> dict[str, float]:
-    """Return the workload of what was timed on the device alone."""
-    return {name: amount for name, amount in costs.workload.parts.items() if "launch" not in name}
+def _on_device(workload: Workload) -> dict[str, float]:
+    """Return the parts of what was timed on the device alone."""
+    return {name: amount for name, amount in workload.parts.items() if "launch" not in name}
 
 
 def halves(rows: list[Row]) -> tuple[list[Row], list[Row]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import estimate as command
 import pytest
-from estimating import fitting, rows
+from estimating import fitting, rows, steps
 from estimating.rows import Peak, Row
 from typer.testing import CliRunner
 
@@ -23,8 +23,13 @@ def counted() -> tuple[list[Row], list[Peak]]:
 
 
 @pytest.fixture(scope="module")
-def attention() -> list[Row]:
-    return rows.attention_rows(DATA)
+def apart() -> dict[str, list[Row]]:
+    return rows.apart_rows(DATA)
+
+
+@pytest.fixture(scope="module")
+def rebuilt() -> list[steps.Step]:
+    return [steps.rebuild(case) for case in DATA["steps"]]
 
 
 def test_peaks_of_memory_are_those_that_were_measured(counted) -> None:
@@ -45,11 +50,11 @@ def test_peaks_of_memory_are_those_that_were_measured(counted) -> None:
     assert len(same) == 37
 
 
-def test_the_rates_are_those_that_fit_one_half(counted, attention) -> None:
-    assert fitting.fit_all(counted[0], attention) == RATES
+def test_the_rates_are_those_that_fit_one_half(counted, apart) -> None:
+    assert fitting.fit_all(counted[0], apart) == RATES
 
 
-def test_the_other_half_is_near_and_within_the_range_that_is_printed(counted, attention) -> None:
+def test_the_other_half_is_near_and_within_the_range_that_is_printed(counted, apart) -> None:
     """The bounds are what docs/estimates.md says."""
     fitted, tested = rows.halves(counted[0])
     assert len(fitted) == pytest.approx(len(tested), abs=1)
@@ -59,9 +64,18 @@ def test_the_other_half_is_near_and_within_the_range_that_is_printed(counted, at
     large, small = fitting.by_size(tested).values()
     assert fitting.summary(large).mean < 0.10
     assert fitting.summary(small).mean < 0.11
-    assert fitting.summary(rows.halves(attention)[1]).mean < 0.14
+    for what, bound in {"attention": 0.14, "collectives": 0.24, "graph_kernels": 0.36}.items():
+        assert fitting.summary(rows.halves(apart[what])[1]).mean < bound, what
     assert fitting.summary(rows.product_rows(DATA)).mean < 0.10
     assert round(fitting.spread(tested), 2) == SPREAD
+
+
+def test_whole_steps_are_within_a_quarter_but_for_one(rebuilt) -> None:
+    """Nothing of a step was fitted. Of the prefill of experts half is missing: docs/estimates.md says what."""
+    assert len(rebuilt) == 7
+    far = [step for step in rebuilt if abs(step.off) > 0.25]
+    assert [step.name for step in far] == ["Qwen3-30B-A3B, 1 x 3200, forward"]
+    assert -0.55 < far[0].off < -0.5
 
 
 def test_a_report_of_a_card_becomes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +109,11 @@ def test_a_report_of_a_card_becomes_rows(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pinned_release_only
-def test_the_page_says_the_error(counted) -> None:
+def test_the_page_says_the_error(counted, rebuilt) -> None:
     page = (Path(__file__).parents[2] / "docs" / "estimates.md").read_text("utf-8")
+    for step in rebuilt:
+        estimated = f"{1e3 * step.estimated:.{0 if step.published > 0.1 else 1}f}"
+        assert f"| {1e3 * step.published:.1f} | {estimated} | {step.off:+.0%};" in page, step.name
     large, small = (fitting.summary(half) for half in fitting.by_size(rows.halves(counted[0])[1]).values())
     for words in (f"{large.mean:.0%} in the mean", f"{small.mean:.0%} in the mean", f"factor of {SPREAD}"):
         assert words in page

@@ -14,7 +14,7 @@ from kernels_ext_npu.inspection.counting.counts import Counts
 from kernels_ext_npu.inspection.counting.phases import DECODING, STATIC, replays
 from kernels_ext_npu.inspection.inspecting import UPDATE, WHOLE, Inspection, KernelSet, whole
 from kernels_ext_npu.inspection.mesh import ONE
-from kernels_ext_npu.measuring import roofline
+from kernels_ext_npu.measuring import links, roofline
 from kernels_ext_npu.measuring.estimate import SPREAD
 
 _COUNTED = "Counted on fake tensors with torch_npu's meta kernels: nothing was computed, and nothing was timed."
@@ -60,8 +60,9 @@ def show(inspection: Inspection, console: Console) -> None:
         f"weights {'' if alone else 'of the rank '}({_gigabytes(inspection.weights)} GB) and their gradients.\n"
         f"estimate: on {inspection.soc.name} ({inspection.soc.profile} in MindStudio Modeling), in eager mode and "
         "without waits of the host, fitted to what others measured on a 910B2; its range is a factor of "
-        f"{SPREAD}, within which nine of ten of their figures are that were not fitted (docs/estimates.md).\n"
-        f"roofline: all kernels at the chip's peaks{'' if alone else '; like the estimate, without collectives'}; of "
+        f"{SPREAD}, within which nine of ten of their figures are that were not fitted (docs/estimates.md)"
+        f"{'' if alone else '; with collectives, those of FSDP2 only where they take longer than the kernels'}.\n"
+        f"roofline: all kernels at the chip's peaks{'' if alone else ', without collectives'}; of "
         "products: in proportion to that of products and attention alone, the original's or the kernels', whichever is "
         "smaller.",
         highlight=False,
@@ -90,6 +91,7 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
             "chip": inspection.soc.name,
             "profile": inspection.soc.profile,
             "source": roofline.SOURCE,
+            "links": links.SOURCE,
         },
     }
 
@@ -134,6 +136,8 @@ def _sums(counts: Counts) -> dict[str, Any]:
         "peak_activation_bytes": counts.peak,
         "estimate_seconds": counts.estimate.seconds,
         "device_seconds": counts.estimate.device,
+        "collective_seconds": counts.estimate.collectives,
+        "graph_seconds": counts.estimate.graph,
         "host_seconds": counts.estimate.host,
         "roofline_seconds": counts.roofline,
         "products_seconds": counts.products,
@@ -204,8 +208,9 @@ def _times(inspection: Inspection, phase: str) -> str:
             continue
         found = counts.estimate
         low, high = (f"{1e3 * seconds:,.1f}" for seconds in found.range)
-        graph = f"; in a graph {1e3 * found.device:,.1f}" if replays(phase, counts) else ""
-        said.append(f"{kernel_set.name}: {low} to {high} ms, the {found.decided_by} decides{graph}")
+        graph = f"; in a graph {1e3 * found.graph:,.1f}" if replays(phase, counts) else ""
+        sent = f"; the device's collectives take {1e3 * found.collectives:,.1f}" if +counts.calls else ""
+        said.append(f"{kernel_set.name}: {low} to {high} ms, the {found.decided_by} decides{graph}{sent}")
     return "\n".join(said)
 
 

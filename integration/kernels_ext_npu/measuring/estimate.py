@@ -3,13 +3,14 @@
 The longer one decides. Kernels follow each other: each takes a start, and its products at a part of the chip's peak or
 its bytes at a part of the memory's bandwidth, more of it where they are in the cache still. The parts are fitted to
 half of what others measured on a 910B2 and tested on the other half (``scripts/estimate.py``, tests/data/measured.json,
-docs/estimates.md); nothing of it was measured by us. In a graph the host launches nothing, and the device decides.
+docs/estimates.md); nothing of it was measured by us. In a graph the host launches nothing, the device decides, and a
+kernel starts sooner. Collectives take their links, and a start; those of FSDP2 run beside the kernels.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +39,14 @@ class Rates:
     # of the memory's bandwidth: bytes that come from it, or go to it, and bytes that are in the cache
     memory: float = 0.69
     cache: float = 1.4
-    # seconds of the device for each kernel, and for each one of attention
+    # of the links between devices
+    mesh: float = 0.67
+    switch: float = 0.79
+    # seconds of the device for each kernel, in a graph too, for each one of attention, and for each collective
     kernel: float = 9.9e-6
+    graph_kernel: float = 4.2e-6
     attention_kernel: float = 56e-6
+    collective: float = 6.5e-6
     # seconds of the host for each launch, in a forward and in a backward, and for each further kernel of one
     launch: float = 31e-6
     launch_backward: float = 23e-6
@@ -51,8 +57,12 @@ class Rates:
 
 
 RATES = Rates()
-PARTS = ("product", "product_backward", "attention", "memory", "cache")  # of a peak; the others are seconds for each
-DEVICE = (*PARTS, "kernel", "attention_kernel")
+KERNELS = ("product", "product_backward", "attention", "memory", "cache")
+LINKS = ("mesh", "switch")
+PARTS = (*KERNELS, *LINKS)  # of a peak; the others are seconds for each
+DEVICE = (*KERNELS, "kernel", "graph_kernel", "attention_kernel")
+COLLECTIVES = (*LINKS, "collective")
+BESIDE = "beside_"  # before the names of collectives that run beside the kernels
 HOST = ("launch", "launch_backward", "further_kernel", "start", "start_backward")
 
 
@@ -60,8 +70,10 @@ HOST = ("launch", "launch_backward", "further_kernel", "start", "start_backward"
 class Estimate:
     """The seconds of the device and of the host for a phase."""
 
-    device: float
+    device: float  # collectives that nothing hides among them
     host: float
+    collectives: float = 0.0
+    graph: float = 0.0  # those of the device if it replays a graph
 
     @property
     def seconds(self) -> float:
@@ -82,11 +94,14 @@ class Estimate:
 def estimate(work: Mapping[str, float], rates: Rates = RATES) -> Estimate:
     """Estimate how long a workload takes, by the names of its parts."""
 
-    def taken(names: tuple[str, ...]) -> float:
-        seconds = ((name, work.get(name, 0.0), getattr(rates, name)) for name in names)
+    def taken(names: tuple[str, ...], prefix: str = "") -> float:
+        seconds = ((name, work.get(prefix + name, 0.0), getattr(rates, name)) for name in names)
         return sum(amount / rate if name in PARTS else amount * rate for name, amount, rate in seconds)
 
-    return Estimate(taken(DEVICE), taken(HOST))
+    kernels = taken(DEVICE)
+    collectives = taken(COLLECTIVES) + max(0.0, taken(COLLECTIVES, BESIDE) - kernels)
+    sooner = work.get("kernel", 0.0) * (rates.kernel - rates.graph_kernel)
+    return Estimate(kernels + collectives, taken(HOST), collectives, kernels + collectives - sooner)
 
 
 class Workload:
@@ -105,7 +120,7 @@ class Workload:
 
     def add(self, name: str, runs: Inside, flops: float, dtype: torch.dtype | None, given: Any, result: Any) -> None:
         """Add a launch: its kernels, the additions and multiplications of its products, and its tensors."""
-        backward = "_backward" if torch._C._current_graph_task_id() != -1 else ""
+        backward = _direction()
         cached = self._touch(given, result)
         share = flops / max(1, sum(kernel.is_main for kernel in runs.kernels))
         kind = "attention" if "attention" in name else f"product{backward}"
@@ -120,6 +135,13 @@ class Workload:
             self.parts["attention_kernel" if share and kernel.is_main and kind == "attention" else "kernel"] += 1
         self.parts[f"launch{backward}"] += 1
         self.parts["further_kernel"] += max(0, len(runs.kernels) - 1)
+
+    def add_collective(self, operator: str, ranks: Sequence[int], size: int, is_beside: bool) -> None:
+        """Add a collective with a message of so many bytes, and its launch, which nobody measured apart."""
+        prefix = BESIDE if is_beside else ""
+        self.parts[prefix + self.soc.links.kind] += self.soc.links.seconds(operator, ranks, size)
+        self.parts[f"{prefix}collective"] += 1
+        self.parts[f"launch{_direction()}"] += 1
 
     def _touch(self, given: Any, result: Any) -> float:
         """Return which part of the bytes of a launch is in the cache, and note that it was there.
@@ -154,6 +176,11 @@ class WorkCost(Cost):
             dtype = next((tensor.dtype for tensor in tensors((args, kwargs))), None)
             self.workload.add(name, runs, flops(operator, args, kwargs, result), dtype, (args, kwargs), result)
         return runs
+
+
+def _direction() -> str:
+    """Return what ends the names of rates of a backward, while one runs."""
+    return "_backward" if torch._C._current_graph_task_id() != -1 else ""
 
 
 def _storages(values: Any) -> WeakIdKeyDictionary:

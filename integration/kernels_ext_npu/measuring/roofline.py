@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels_ext_npu.measuring.links import MESH, SWITCH, Links
+
 SOURCE = (
     "https://github.com/Ascend/msmodeling/blob/1e5a50b1a025a6658a277aa963c87691dc279f4f/tensor_cast/device.py: device "
     "profiles of MindStudio Modeling"
@@ -33,6 +35,7 @@ class Soc:
     float16: float
     float32: float
     bandwidth: float = 1.6 * 2**40
+    links: Links = MESH
 
     def peak(self, dtype: torch.dtype | None) -> float:
         """Return the peak of products in a dtype; that of float32 for all that has none."""
@@ -43,7 +46,7 @@ SOCS = {
     "910b2": Soc("Ascend 910B2", "ATLAS_800_A2_376T_64G", 353.9e12, 376e12, 99.5e12),
     "910b3": Soc("Ascend 910B3", "ATLAS_800_A2_313T_64G", 294.9e12, 313e12, 83e12),
     "910b4": Soc("Ascend 910B4", "ATLAS_800_A2_280T_64G", 245.8e12, 280e12, 75e12),
-    "910c": Soc("one die of an Ascend 910C", "ATLAS_800_A3_752T_128G_DIE", 353.9e12, 376e12, 99.5e12),
+    "910c": Soc("one die of an Ascend 910C", "ATLAS_800_A3_752T_128G_DIE", 353.9e12, 376e12, 99.5e12, links=SWITCH),
 }
 
 

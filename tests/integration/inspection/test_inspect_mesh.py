@@ -7,6 +7,7 @@ import torch.distributed as dist
 from transformers import AutoConfig
 
 from kernels_ext_npu.inspection import inspecting
+from kernels_ext_npu.measuring.estimate import RATES
 from tests.support.commands import refusal, report, run, said
 from tests.support.sizes import sizes
 
@@ -64,6 +65,24 @@ def test_collectives_are_those_that_the_sizes_ask_for(moe: Path) -> None:
     for phase in inspecting.PHASES:
         assert after[phase]["host_waits"] < before[phase]["host_waits"]
         assert after[phase]["launches"] < before[phase]["launches"]
+
+
+def test_the_estimate_has_the_collectives_of_tensor_parallelism_and_those_of_fsdp_beside_the_kernels(moe: Path) -> None:
+    """Two devices have one link of 28 GB/s: a sum of n bytes sends n of them, a gather half of them."""
+    forward = report("inspect", moe, "--tp", 2, "--tokens", TOKENS)["variants"][-1]["forward"]
+    sums, gathers = (
+        [entry for entry in forward["collectives"] if entry["operator"] == name]
+        for name in ("all_reduce", "all_gather")
+    )
+    assert len(sums) == len(gathers) == 1
+    assert len(forward["collectives"]) == 2
+    sent = sums[0]["bytes"] + gathers[0]["bytes"] / 2
+    took = sent / 28e9 / RATES.mesh + (sums[0]["calls"] + gathers[0]["calls"]) * RATES.collective
+    assert forward["collective_seconds"] == pytest.approx(took)
+    assert forward["device_seconds"] > forward["graph_seconds"] > took
+    sharded = report("inspect", moe, "--fsdp", 2, "--tokens", TOKENS)["variants"][-1]["forward"]
+    assert sharded["collectives"]
+    assert sharded["collective_seconds"] == 0
 
 
 @pytest.mark.parametrize(
@@ -126,6 +145,8 @@ def test_the_tables_fit_a_terminal_and_say_what_was_assumed(moe: Path) -> None:
         "8 groups of 2 ranks have such inputs, each of its own",
         "routing is taken to be balanced",
         "The kernels change no collective.",
+        "; the device's collectives take ",
+        "; with collectives, those of FSDP2 only where they take longer than the kernels",
         f"each of {LAYERS} Qwen3MoeDecoderLayer",
         "launches kernels moved waits GB ms ms",
         "without collectives",

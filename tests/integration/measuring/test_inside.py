@@ -255,6 +255,13 @@ def test_indices_are_checked_from_cann_9_1_on() -> None:
     assert runs(lambda: table[rows], (9, 0)) == [("Index", 2 * 256 + 32)]
 
 
+def test_a_mask_picks_no_more_than_it_is_large() -> None:
+    """A mask of 8 x 16 over rows of 32 floats: 128 rows at most, each with two numbers of 8 bytes, and one value."""
+    table, mask = ones(8, 16, 32), torch.zeros(8, 16, dtype=torch.bool, device="npu")
+    put = ("IndexPutV2", 4 + 128 * 32 * 4 + 2 * 128 * 8)
+    assert runs(lambda: table.index_put_((mask,), table.new_zeros(())))[-1] == put
+
+
 def test_what_is_added_up_in_16_bits_casts_the_whole_tensor() -> None:
     """A table of 8 x 16 in bfloat16, and 4 of its rows: 256 and 128 bytes."""
     table, rows = ones(8, 16, dtype=HALF), torch.arange(4, device="npu")

@@ -6,6 +6,7 @@ from torch._subclasses import FakeTensorMode
 
 from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.measuring.estimate import CACHE, RATES, SPREAD, WorkCost, estimate
+from kernels_ext_npu.measuring.links import MESH, SWITCH
 from kernels_ext_npu.measuring.roofline import SOCS, soc_named
 
 SOC = SOCS["910b2"]
@@ -67,6 +68,48 @@ def test_the_longer_one_of_host_and_device_decides() -> None:
     assert (found.seconds, found.decided_by) == (found.host, "host")
     assert found.range == (found.host / SPREAD, found.host * SPREAD)
     assert estimate({"launch": 1, "product": 1.0}).decided_by == "device"
+
+
+@pytest.mark.parametrize(
+    ("links", "operator", "ranks", "milliseconds"),
+    [
+        # two devices of a mesh have one link of 28 GB/s, eight have seven; over it passes what a rank sends each other
+        (MESH, "all_reduce", range(2), 2 * 28 / 28),
+        (MESH, "all_gather", range(2), 28 / 28),
+        (MESH, "all_reduce", range(8), 2 * 7 / 28),
+        (MESH, "reduce_scatter", range(8), 7 / 28),
+        (MESH, "all_to_all", range(8), 7 / 28),
+        (MESH, "recv", range(8), 56 / 28),
+        (MESH, "all_gather", range(1), 0),
+        # two servers of eight: within each, then 3.5 MB and back, or half of what is exchanged, at 25 GB/s
+        (MESH, "all_reduce", range(16), 2 * 7 / 28 + 2 * 3.5 / 25),
+        (MESH, "all_to_all", range(16), 3.5 / 28 + 28 / 25),
+        # one device of each server has the network card alone
+        (MESH, "all_gather", (0, 8), 28 / 25),
+        # dies of a 910C send all that they send over one link of 196 GB/s
+        (SWITCH, "all_reduce", range(4), 2 * 42 / 196),
+        (SWITCH, "all_to_all", range(16), 52.5 / 196),
+    ],
+)
+def test_a_collective_takes_what_its_ranks_send(links, operator, ranks, milliseconds) -> None:
+    """Of a message of 56 MB, by hand."""
+    assert 1e3 * links.seconds(operator, ranks, 56e6) == pytest.approx(milliseconds)
+
+
+def test_collectives_come_on_top_but_for_those_that_run_beside_the_kernels() -> None:
+    work = {"product": RATES.product, "mesh": 0.5 * RATES.mesh, "collective": 2}
+    took = 0.5 + 2 * RATES.collective
+    assert estimate(work).device == pytest.approx(1 + took)
+    assert estimate(work).collectives == pytest.approx(took)
+    beside = {"product": RATES.product, "beside_mesh": 0.5 * RATES.mesh}
+    assert (estimate(beside).device, estimate(beside).collectives) == pytest.approx((1, 0))
+    assert estimate(beside | {"beside_mesh": 1.5 * RATES.mesh}).device == pytest.approx(1.5)
+
+
+def test_kernels_start_sooner_in_a_graph() -> None:
+    found = estimate({"kernel": 100, "attention_kernel": 10, "launch": 110})
+    assert found.device == pytest.approx(100 * RATES.kernel + 10 * RATES.attention_kernel)
+    assert found.graph == pytest.approx(100 * RATES.graph_kernel + 10 * RATES.attention_kernel)
 
 
 def test_the_count_of_launches_is_the_same_with_a_workload() -> None:

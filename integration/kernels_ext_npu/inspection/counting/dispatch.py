@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.distributed_c10d import get_process_group_ranks
 from torch.distributed.tensor import DTensor
 
 from kernels_ext_npu.bitsandbytes_backend import registration
@@ -110,7 +111,9 @@ class Counting(Cost):
         key = Collective(name, collectives.axis(name, self._axes[group.group_name]), group.size())
         self._counts.calls[key] += 1
         # what is reduced, gathered, scattered or exchanged as a whole: the larger side of it
-        self._counts.messages[key] += max(byte_size(value) for value in (*args, *kwargs.values(), result))
+        size = max(byte_size(value) for value in (*args, *kwargs.values(), result))
+        self._counts.messages[key] += size
+        self.workload.add_collective(name, get_process_group_ranks(group), size, key.axis in ("fsdp", "efsdp"))
         if collectives.clones(operator) and (cloned := 2 * byte_size(result)):
             self.launches["clone"] += 1
             self.kernels["clone"] += 1

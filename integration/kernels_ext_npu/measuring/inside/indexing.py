@@ -134,6 +134,13 @@ def _indices(call: Call) -> list[Tensor]:
     return [index for index in call.given["indices"] if index is not None]
 
 
+def _unmasked(index: Tensor | None) -> list[Tensor | None]:
+    """Return what an index is to a kernel: of a mask, the numbers of its elements along each dimension."""
+    if index is None or index.dtype not in (torch.bool, torch.uint8):
+        return [index]
+    return [index.new_empty(index.numel(), dtype=torch.long, device="meta") for _ in index.shape]
+
+
 def _laid_out(call: Call) -> Iterable[Kernel]:
     """Give the kernels that run for tensors of indices: each as large as all together, and a look at each from 9.1 on.
 
@@ -176,12 +183,14 @@ def _index_put(call: Call) -> Iterable[Kernel]:
     if not call.name.endswith("_"):
         yield Kernel("TensorMove", nbytes(tensor) + nbytes(result))
     yield from _laid_out(call)
-    indices = _indices(call)
-    count = prod(torch.broadcast_shapes(*(index.shape for index in indices)))
-    length = prod(tensor.shape[len(call.given["indices"]) :])
-    put = length * count * prod(size for size, index in zip(tensor.shape, call.given["indices"]) if index is None)
+    # a mask stands for as many tensors of indices as it has dimensions, which are as long as it is large at most
+    indices = [one for index in call.given["indices"] for one in _unmasked(index)]
+    given = [index for index in indices if index is not None]
+    count = prod(torch.broadcast_shapes(*(index.shape for index in given)))
+    length = prod(tensor.shape[len(indices) :])
+    put = length * count * prod(size for size, index in zip(tensor.shape, indices) if index is None)
     is_half = tensor.dtype in (torch.float16, torch.bfloat16)
-    places = count * sum(index.element_size() for index in indices)
+    places = count * sum(index.element_size() for index in given)
     if not call.given["accumulate"]:
         yield call.main("IndexPutV2", nbytes(values) + put * tensor.element_size() + places)
         return

@@ -87,9 +87,9 @@ def run_patched(source: Path, run_forked) -> Callable[..., str]:
 
 @pytest.mark.long
 def test_models_run_the_kernels_without_this_package(run_patched, localhub: LocalHub, tmp_path: Path) -> None:
-    """Each agrees with the CPU in forward, gradients, tokens, and both modes: see tests/support/patched_models.py."""
+    """Each agrees with the CPU in forward, gradients, tokens, and both modes: see patched_models.py."""
     publish(localhub, "card")
-    script = str(ROOT / "tests" / "support" / "patched_models.py")
+    script = str(Path(__file__).with_name("patched_models.py"))
     environment = localhub.environment(tmp_path / "home")
     answer = json.loads(run_patched(None, "-m", "softnpu", script, str(tmp_path), **environment))
     models = {name: result["layers"] for name, result in answer["models"].items()}

@@ -76,11 +76,12 @@ def test_whole_models_cost_no_more_than_this(name, launches, gigabytes, peak, pe
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "launches", "gigabytes", "peak"),
-    [("Qwen3-Next-80B-A3B", (7_300, 16_100), 656, 49), ("kimi_linear", (5_000, 11_700), 721, 34)],
+    [("Qwen3-Next-80B-A3B", (10_200, 21_700), 844, 49), ("kimi_linear", (7_300, 16_200), 1_049, 34)],
 )
 def test_models_with_linear_attention_stay_below_these_figures(name, launches, gigabytes, peak) -> None:
-    """As they are counted, rounded up.
+    """As they are counted, with what is inside of operators, rounded up.
 
+    A chunk's product and sum are two launches: as one it would copy what it adds to.
     The gigabytes are apart from products with experts, which have their own limit: they read the weights of all experts
     twice and write their gradients, whatever linear attention does.
     """
@@ -127,9 +128,12 @@ def test_holding_the_output_costs_one_product_and_its_result(prepare: Prepare) -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("dropout", "most"), [(0.0, (1.5, 0.45, 0.6)), (0.05, (inf, 0.8, 0.7))])
+@pytest.mark.parametrize(("dropout", "most"), [(0.0, (1.5, 0.61, 0.6)), (0.05, (inf, 0.96, 0.7))])
 def test_a_step_with_adapters_moves_less(dropout: float, most: tuple[float, float, float]) -> None:
-    """Nothing large is cast, and layers of one input are one node; of dropout masks are kept, and not what is left."""
+    """Nothing large is cast, and layers of one input are one node; of dropout masks are kept, and not what is left.
+
+    The bytes are those of all kernels, as they are counted, rounded up.
+    """
     adapted_counts = partial(counted, "Qwen3-8B", "CrossEntropy", prepare=partial(adapted, dropout))
     counts, before = adapted_counts(), adapted_counts("Linear")
     assert counts.launches.total() <= most[0] * before.launches.total()

@@ -80,3 +80,32 @@ def test_transformers_makes_it_wide_and_kernels_serve_it(name: str, tmp_path: Pa
     assert {"norms", "attention", "experts" if name == "MXFP4" else "gated MLPs"} <= served
     with torch.no_grad():
         assert model(input_ids=torch.arange(8)[None].npu()).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("described", "wanted"),
+    [
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+            "optimum|gptqmodel|GPU",
+        ),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, "gptqmodel"),
+    ],
+    ids=["GPTQ", "AWQ"],
+)
+def test_transformers_refuses_it_and_says_what_it_wants(described: dict, wanted: str, tmp_path: Path) -> None:
+    """As long as gptqmodel is not there, and for GPTQ optimum."""
+    zoo.build("qwen3").save_pretrained(tmp_path)
+    stored = {}
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        stored[name] = weight
+        if name.endswith("proj.weight"):
+            path, (outputs, inputs) = name.removesuffix("weight"), stored.pop(name).shape
+            shapes = {"qweight": (inputs // 8, outputs), "qzeros": (inputs // 32, outputs // 8)}
+            stored |= {path + part: torch.zeros(shape, dtype=torch.int32) for part, shape in shapes.items()}
+            stored[path + "scales"] = torch.ones(inputs // 32, outputs, dtype=torch.float16)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": described}))
+    with pytest.raises((ImportError, RuntimeError), match=wanted):
+        AutoModelForCausalLM.from_pretrained(tmp_path, device_map="npu", use_kernels=True)

@@ -27,6 +27,7 @@ from kernels_ext_npu.matching.watched_runs import (
     takes,
 )
 from kernels_ext_npu.matching.watched_runs import run as run_forward
+from kernels_ext_npu.reasons import Reason
 
 
 class _Leaf(nn.Module):
@@ -98,6 +99,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "GeGLUMLP": partial(F.gelu, approximate="tanh"),
     "ExactGeGLUMLP": F.gelu,
 }
+_GATE_LAST = Reason("no operator", "no operator: the gate is the second half, and the operator takes SiLU of the first")
 _HALVES = {"chunk", "split", "unbind", "narrow"}
 _MODULES = {"SwiGLUMLP": nn.SiLU(), "GeGLUMLP": nn.GELU(approximate="tanh"), "ExactGeGLUMLP": nn.GELU()}
 _PLAIN = [_Formula(layer, lambda gate, up, act=act: act(gate) * up) for layer, act in _ACTIVATIONS.items()]  # type: ignore[misc]
@@ -168,7 +170,7 @@ def find_gated_mlp(module: nn.Module) -> Computed | None:
 def _read(
     leaves: dict[Any, _Leaf], y: Tensor, x: Tensor, formulas: list[_Formula], written: set[float]
 ) -> Iterator[tuple[Computed, _Formula]]:
-    """Yield how children make a gated MLP. The gate is the first of halves, as the operators take them."""
+    """Yield how children make a gated MLP."""
     called = {name: leaf for name, leaf in leaves.items() if leaf.seen}
     linear = {name: leaf for name, leaf in leaves.items() if leaf.sizes is not None}
     if not linear.keys() <= called.keys() or any(len(leaf.seen) > 1 for leaf in called.values()):
@@ -180,8 +182,9 @@ def _read(
     if len(linear) > len(ins) + (down is not None) or y.shape[:-1] != x.shape[:-1]:
         return
     ins = ins or {None: start}
-    for (gate, up), formula in product(permutations(ins) if len(ins) == 2 else ((*ins, *ins),), formulas):
-        first, second = (ins[gate], ins[up]) if gate != up else ins[gate].chunk(2, -1)
+    pairs = [(*pair, 1) for pair in permutations(ins)] if len(ins) == 2 else [(*ins, *ins, step) for step in (1, -1)]
+    for (gate, up, step), formula in product(pairs, formulas):
+        first, second = (ins[gate], ins[up]) if gate != up else ins[gate].chunk(2, -1)[::step]
         left = dict(others)
         between: Steps = ()
         trunk, arguments = formula.compute(first, second), [*ins.values()]
@@ -195,6 +198,8 @@ def _read(
             if _is_passed(y, trunk * factor, [trunk] if behind else arguments):
                 is_dropped = len(between) == 1 and isinstance(leaves[between[0]].child, (nn.Dropout, type(None)))
                 found = _computed(formula, (gate, up, down), between, is_dropped, factor)
+                if found is not None and step < 0:
+                    found = _with_gate_last(found)
                 if found is not None and (factor == 1 or not behind):
                     yield found._replace(ahead=ahead, behind=behind), formula
 
@@ -222,6 +227,15 @@ def _is_passed(found: Tensor, expected: Tensor, arguments: list[Tensor], leaf: _
     if found.shape[-1] != expected.shape[-1] or (found.dtype is not expected.dtype and expected.dtype.itemsize < 4):
         return False
     return are_same(found.flatten(0, -2), expected.flatten(0, -2), arguments)
+
+
+def _with_gate_last(computed: Computed) -> Computed | None:
+    """Return what computes the same of halves in the other order, of which operators of GELU activate either."""
+    if computed.between:
+        return None
+    if computed.layer == "FusedSwiGLUMLP":
+        return computed._replace(refused=_GATE_LAST)
+    return computed._replace(numbers=(("gate_is_last", True),))
 
 
 def _computed(

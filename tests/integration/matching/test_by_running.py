@@ -12,7 +12,7 @@ from torch import nn
 import kernels_ext_npu
 import softnpu
 from tests.integration.matching.blocks import OPERATORS, Block, launched, said
-from tests.integration.matching.lookalike_mlps import LIKE_MLPS
+from tests.integration.matching.lookalike_mlps import LIKE_MLPS, PackedUpFirst
 from tests.integration.matching.lookalike_norms import LIKE_NORMS
 from tests.integration.matching.other_peoples_layer_norms import (
     ACTIVATIONS,
@@ -113,6 +113,13 @@ def test_what_only_looks_like_one_is_left_alone(registered, cls: type[nn.Module]
     model = kernels_ext_npu.kernelize(Block(cls()).to("npu"))
     assert all(not swapped for _, swapped in said(model))
     assert "forward" not in vars(model.part)
+
+
+def test_of_a_gate_that_no_operator_takes_the_report_says_so(registered) -> None:
+    model = kernels_ext_npu.kernelize(Block(PackedUpFirst()).to("npu"))
+    (row,) = (row for row in rows(model, "gated MLPs") if row.path == "part")
+    assert row.kernel is None
+    assert row.reason.code == "no operator"
 
 
 def test_adapters_that_are_put_on_it_later_are_computed(registered) -> None:

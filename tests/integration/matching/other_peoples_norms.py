@@ -128,6 +128,13 @@ class LengthNorm(Scaled):
         return (y / torch.sqrt(length**2 / WIDTH + self.epsilon)).type_as(x) * self.gain
 
 
+class UnitLengthNorm(Scaled):
+    """Makes the length one, and then the root of the width."""
+
+    def forward(self, x):
+        return F.normalize(x, dim=-1) * WIDTH**0.5 * self.gain
+
+
 class TorchNorm(nn.RMSNorm):
     """Torch's own, in float32."""
 
@@ -286,7 +293,7 @@ ROUNDED_FIRST = [
     *(MetaNorm, DividingNorm, ReciprocalNorm, LiteralNorm, InheritingNorm, DelegatingNorm),
     *(PlainNorm, EinsumNorm, LengthNorm, FluxNorm, OlmoNorm, NormByFunction),
     *(ScriptedNorm, ResidualNorm, MatrixProductNorm, LogarithmicNorm, RoundedRootNorm, NormWithArguments),
-    TupleNorm,
+    *(TupleNorm, UnitLengthNorm),
 ]
 ROUNDED_LAST = [LitNorm, FunctionalNorm, EpslessNorm, TorchNorm, ChatGLMNorm, MultipliedInPlaceNorm]
 # class -> the layer that computes the same

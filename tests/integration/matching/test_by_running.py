@@ -35,6 +35,7 @@ from tests.integration.matching.other_peoples_norms import (
     WIDTH,
     MetaNorm,
     ResidualNorm,
+    UnitLengthNorm,
 )
 from tests.support.served import rows
 
@@ -113,6 +114,18 @@ def test_what_only_looks_like_one_is_left_alone(registered, cls: type[nn.Module]
     model = kernels_ext_npu.kernelize(Block(cls()).to("npu"))
     assert all(not swapped for _, swapped in said(model))
     assert "forward" not in vars(model.part)
+
+
+def test_a_row_of_zeros_stays_one_where_the_length_is_limited(registered) -> None:
+    x = torch.randn(3, WIDTH)
+    x[1] = 0
+    ours, theirs = x.npu().requires_grad_(), x.requires_grad_()
+    model = kernels_ext_npu.kernelize(UnitLengthNorm().to("npu"))
+    for norm, given in ((model, ours), (UnitLengthNorm(), theirs)):
+        result = norm(given)
+        assert not result[1].any()
+        result.sum().backward()
+    torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-5)  # sums of float32
 
 
 def test_of_a_gate_that_no_operator_takes_the_report_says_so(registered) -> None:

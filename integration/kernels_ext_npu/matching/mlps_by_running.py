@@ -21,6 +21,8 @@ from kernels_ext_npu.matching.watched_runs import (
     Watched,
     are_same,
     attempt,
+    autocast,
+    casts,
     check_sizes,
     stand_in,
     taken_shapes,
@@ -39,12 +41,14 @@ class _Leaf(nn.Module):
         self.sizes = sizes  # without, it keeps the width of its argument
         self.seen: list[Tensor] = []
         self.given: list[Tensor] = []
+        self.is_cast = False  # whether autocast was on when it was called
 
     def forward(self, x: Tensor) -> Tensor:
         takes, gives = self.sizes or (x.shape[-1], x.shape[-1])
         if x.shape[-1] != takes:
             raise ValueError(f"it takes {takes} values, and is given {x.shape[-1]}")
         self.seen.append(x)
+        self.is_cast = all(casts())
         base, slope = self.noise[:, :gives]
         result = (base + slope * x.detach()[..., :1]).to(x.dtype)  # others for each token
         self.given.append(result.requires_grad_(torch.is_grad_enabled()))
@@ -143,6 +147,12 @@ def find_gated_mlp(module: nn.Module) -> Computed | None:
         if shapes:
             break
     xs = [torch.randn(*tokens, width, dtype=torch.float64) for tokens in shapes]
+    with autocast(True):
+        watch.autocast = True
+        leaves, _ = run(xs[0])
+        watch.autocast = False
+    if not all(leaf.is_cast for leaf in leaves.values() if leaf.seen):  # by the layer they would be called with it
+        return None
     watch.called.clear()
     run(xs[0])
     clamps = sum(name in CLAMPS for name in watch.called)

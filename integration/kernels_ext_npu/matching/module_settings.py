@@ -141,8 +141,10 @@ def is_linear(child: Any) -> bool:
 
 
 def codes_in(cls: type) -> Iterator[CodeType]:
-    """Yield the code of the methods of a class itself, and of the functions in them."""
-    codes = [value.__code__ for value in vars(cls).values() if isinstance(value, FunctionType)]
+    """Yield the code of the methods of a class itself, also of decorated ones, and of the functions in them."""
+    functions = [value for value in vars(cls).values() if isinstance(value, FunctionType)]
+    functions += [each for each in map(inspect.unwrap, functions) if isinstance(each, FunctionType)]
+    codes = [each.__code__ for each in dict.fromkeys(functions)]
     for code in codes:  # grows while it runs
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         yield code

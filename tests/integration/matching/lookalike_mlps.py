@@ -96,6 +96,26 @@ class PackedUpFirst(Packed):
         return self.c_proj(up * F.silu(gate))
 
 
+class CastingByItself(Projected):
+    """Is one under autocast alone, and gives the dtype of that."""
+
+    def forward(self, x):
+        with torch.autocast("npu", dtype=torch.bfloat16):
+            return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class CastingByDecorator(Projected):
+    forward = torch.autocast("npu", dtype=torch.bfloat16)(MetaMLP.forward)
+
+
+class NeverCasting(Projected):
+    """Turns off autocast around it, which the layer would not."""
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
 class Interleaved(Packed):
     def forward(self, x):
         both = self.c_fc(x)
@@ -257,6 +277,7 @@ class WithBuffer(MetaMLP):
 LIKE_MLPS = [
     *(ReluGated, ClampedAtSeven, Squared, Added, Residual, SteeperGate, FirstToken, ByLength),
     *(OtherwiseInHalf, Noisy, GatedTwice, ShiftedUp, HalvedGradient, PackedUpFirst, Interleaved),
+    *(CastingByItself, CastingByDecorator, NeverCasting),
     *(ClampedAtOneSide, ClampedByTwoLimits, ClampedFarAway, ClampedThrice, GateAlone, DroppedInTrainingBranch),
     *(DroppedAlways, DroppedGate, DetachedGate, DetachedInput, DetachedResult, OfOneTokenTwice, SummedOverTokens),
     *(Shared, NormedGate, ScaledInside, Mish, SigmoidGated, QuickGated, Chunked, SeveralResults, WithMembers),

@@ -135,6 +135,15 @@ class UnitLengthNorm(Scaled):
         return F.normalize(x, dim=-1) * WIDTH**0.5 * self.gain
 
 
+class DecoratedNorm(Scaled):
+    """Turns autocast off by a decorator."""
+
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x):
+        y = x.float()
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.epsilon)).type_as(x) * self.gain
+
+
 class TorchNorm(nn.RMSNorm):
     """Torch's own, in float32."""
 
@@ -293,7 +302,7 @@ ROUNDED_FIRST = [
     *(MetaNorm, DividingNorm, ReciprocalNorm, LiteralNorm, InheritingNorm, DelegatingNorm),
     *(PlainNorm, EinsumNorm, LengthNorm, FluxNorm, OlmoNorm, NormByFunction),
     *(ScriptedNorm, ResidualNorm, MatrixProductNorm, LogarithmicNorm, RoundedRootNorm, NormWithArguments),
-    *(TupleNorm, UnitLengthNorm),
+    *(TupleNorm, UnitLengthNorm, DecoratedNorm),
 ]
 ROUNDED_LAST = [LitNorm, FunctionalNorm, EpslessNorm, TorchNorm, ChatGLMNorm, MultipliedInPlaceNorm]
 # class -> the layer that computes the same

@@ -29,10 +29,11 @@ from tests.integration.matching.other_peoples_longer_mlps import (
     DroppingInTheEnd,
     Viewed,
 )
-from tests.integration.matching.other_peoples_mlps import INNER, PLAIN_MLPS, Helped, MetaMLP
+from tests.integration.matching.other_peoples_mlps import INNER, PLAIN_MLPS, Helped, MetaMLP, Packed
 from tests.integration.matching.other_peoples_norms import (
     RMS_NORMS,
     WIDTH,
+    DecoratedNorm,
     MetaNorm,
     ResidualNorm,
     UnitLengthNorm,
@@ -114,6 +115,22 @@ def test_what_only_looks_like_one_is_left_alone(registered, cls: type[nn.Module]
     model = kernels_ext_npu.kernelize(Block(cls()).to("npu"))
     assert all(not swapped for _, swapped in said(model))
     assert "forward" not in vars(model.part)
+
+
+def test_what_its_author_compiles_is_served_too(registered) -> None:
+    class Compiled(Packed):
+        forward = torch.compile(Packed.forward, backend="eager")
+
+    model = kernels_ext_npu.kernelize(Block(Compiled()).to("npu"))
+    assert said(model) == [("FusedSwiGLUMLP", True)]
+    assert launched(lambda: model(torch.randn(2, 5, WIDTH, device="npu"))) == 1
+
+
+def test_a_setting_that_a_decorated_forward_reads_is_watched(registered) -> None:
+    model = kernels_ext_npu.kernelize(Block(DecoratedNorm()).to("npu"))
+    x = torch.randn(2, 5, WIDTH, device="npu")
+    model.part.epsilon = 1.0
+    torch.testing.assert_close(model(x), DecoratedNorm.forward(model.part, x))
 
 
 def test_a_row_of_zeros_stays_one_where_the_length_is_limited(registered) -> None:

@@ -1,5 +1,6 @@
 """RMS norms and layer norms in other people's words."""
 
+import functools
 from types import SimpleNamespace
 
 import torch
@@ -133,6 +134,15 @@ class UnitLengthNorm(Scaled):
 
     def forward(self, x):
         return F.normalize(x, dim=-1) * WIDTH**0.5 * self.gain
+
+
+class PromotedNorm(Scaled):
+    """Asks torch for the widest dtype, and rounds the product of weight and root."""
+
+    def forward(self, x):
+        dtype = functools.reduce(torch.promote_types, (x.dtype, self.gain.dtype, torch.float32))
+        scale = self.gain.to(dtype) * torch.rsqrt(torch.mean(x.to(dtype) ** 2, dim=-1, keepdim=True) + self.epsilon)
+        return x * scale.to(x.dtype)
 
 
 class DecoratedNorm(Scaled):
@@ -304,13 +314,11 @@ ROUNDED_FIRST = [
     *(ScriptedNorm, ResidualNorm, MatrixProductNorm, LogarithmicNorm, RoundedRootNorm, NormWithArguments),
     *(TupleNorm, UnitLengthNorm, DecoratedNorm),
 ]
-ROUNDED_LAST = [LitNorm, FunctionalNorm, EpslessNorm, TorchNorm, ChatGLMNorm, MultipliedInPlaceNorm]
+ROUNDED_LAST = [PromotedNorm, LitNorm, FunctionalNorm, EpslessNorm, TorchNorm, ChatGLMNorm, MultipliedInPlaceNorm]
 # class -> the layer that computes the same
 RMS_NORMS = {
     **dict.fromkeys(ROUNDED_FIRST, "RMSNorm"),
-    **dict.fromkeys(
-        (LitNorm, FunctionalNorm, EpslessNorm, TorchNorm, ChatGLMNorm, MultipliedInPlaceNorm), "RMSNormCastLast"
-    ),
+    **dict.fromkeys(ROUNDED_LAST, "RMSNormCastLast"),
     **dict.fromkeys((UnitOffsetNorm, GemmaLikeNorm, AddcmulNorm, RoundedFirstZeroCentred), "RMSNormZeroCentered"),
     **dict.fromkeys((WeightlessNorm, OptionalWeightNorm, WeightlessEpslessNorm), "RMSNormWeightless"),
     **dict.fromkeys((BaichuanNorm,), "T5LayerNorm"),

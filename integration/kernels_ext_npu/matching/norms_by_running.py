@@ -99,7 +99,10 @@ class _Norm:
             with torch.set_grad_enabled(with_grad):
                 if not are_same(self.run(terms, training), self.kind.exact(terms, eps), terms.tensors):
                     return None
-        if self.is_gated and not self._norms_without_gate(probes[-1]._replace(gate=None)):
+        others = [probes[-1]._replace(gate=None)] if self.is_gated else []
+        if not self.names:  # whose length would say for which width it is
+            others.append(Terms(torch.randn(*first, 2 * self.width, dtype=torch.float64)))
+        if not all(map(self._refuses_or_norms, others)):
             return None
         sizes = *(5, 7, 11)[: len(first)], self.width
         wide = _cast(probes[1], torch.float32, torch.float32)
@@ -168,8 +171,8 @@ class _Norm:
         eps = factor**-2
         return eps if eps * self.width <= 1.01 * _LEAST_LENGTH**2 else None
 
-    def _norms_without_gate(self, terms: Terms) -> bool:
-        """Tell whether it refuses to do without a gate, or norms then."""
+    def _refuses_or_norms(self, terms: Terms) -> bool:
+        """Tell whether it refuses to do without a gate, or for another width, or norms then."""
         try:
             found = self.run(terms)
         except NotRecognisedError:

@@ -179,6 +179,13 @@ class LargestLength(Scaled):
         return F.normalize(x, dim=-1, eps=1.0) * math.sqrt(WIDTH) * self.gain
 
 
+class OfOneWidth(nn.Module):
+    """Is a norm without weights of that width alone, and may be given others."""
+
+    def forward(self, x):
+        return x * math.sqrt(WIDTH) / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+
+
 class ShortLength(Scaled):
     """Divides by a length that is so much at the least as rows may have."""
 
@@ -295,7 +302,16 @@ LIKE_NORMS = [
     ),
     *(Counting, Reading, Dropping, Writing, InGroups, RoundedTwice, SquaredGain, DetachedMean, Exchanging),
     *(WithoutGradients, OfMatricesAlone, OverStandardDeviation, UnbiasedVariance, UnitOffsetLayerNorm),
-    *(SubtractedBias, LargestLength, ShortLength, ClampedOnceFarAway, MeanOfMagnitudes, PartOfIt, NegativeGain),
+    *(
+        SubtractedBias,
+        LargestLength,
+        OfOneWidth,
+        ShortLength,
+        ClampedOnceFarAway,
+        MeanOfMagnitudes,
+        PartOfIt,
+        NegativeGain,
+    ),
     *(ReversedGain, Float16Inside, Sharper, ExactGeluByErf, ClampedGelu, TanhOfHalf),
     *(GateOfHalves, GateAdded, GateOfGelu, GateNormed, GateElsewhenNone, GateBehindInGroups),
 ]

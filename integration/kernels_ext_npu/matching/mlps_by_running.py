@@ -147,6 +147,9 @@ def find_gated_mlp(module: nn.Module) -> Computed | None:
         if shapes:
             break
     xs = [torch.randn(*tokens, width, dtype=torch.float64) for tokens in shapes]
+    wider = torch.randn(*shapes[0], 2 * width, dtype=torch.float64)
+    if not sizes and attempt(run, wider) is not None:  # nothing says that it is for one width
+        xs.append(wider)
     with autocast(True):
         watch.autocast = True
         leaves, _ = run(xs[0])

@@ -116,6 +116,13 @@ class NeverCasting(Projected):
             return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+class OfFixedHalves(nn.Module):
+    """Takes halves of one width alone, and of others a part."""
+
+    def forward(self, x):
+        return F.silu(x.narrow(-1, 0, 32)) * x.narrow(-1, 32, 32)
+
+
 class Interleaved(Packed):
     def forward(self, x):
         both = self.c_fc(x)
@@ -277,7 +284,7 @@ class WithBuffer(MetaMLP):
 LIKE_MLPS = [
     *(ReluGated, ClampedAtSeven, Squared, Added, Residual, SteeperGate, FirstToken, ByLength),
     *(OtherwiseInHalf, Noisy, GatedTwice, ShiftedUp, HalvedGradient, PackedUpFirst, Interleaved),
-    *(CastingByItself, CastingByDecorator, NeverCasting),
+    *(CastingByItself, CastingByDecorator, NeverCasting, OfFixedHalves),
     *(ClampedAtOneSide, ClampedByTwoLimits, ClampedFarAway, ClampedThrice, GateAlone, DroppedInTrainingBranch),
     *(DroppedAlways, DroppedGate, DetachedGate, DetachedInput, DetachedResult, OfOneTokenTwice, SummedOverTokens),
     *(Shared, NormedGate, ScaledInside, Mish, SigmoidGated, QuickGated, Chunked, SeveralResults, WithMembers),

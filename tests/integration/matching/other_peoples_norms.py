@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 WIDTH = 64
+EPSILON = 1e-5
 
 
 class Scaled(nn.Module):
@@ -134,6 +135,17 @@ class UnitLengthNorm(Scaled):
 
     def forward(self, x):
         return F.normalize(x, dim=-1) * WIDTH**0.5 * self.gain
+
+
+def _mean_of_squares(x):
+    return x.float().square().mean(-1, keepdim=True) + EPSILON
+
+
+class NormOfConstants(Scaled):
+    """Reads its eps from its file, in a function of that."""
+
+    def forward(self, x):
+        return (x.float() * torch.rsqrt(_mean_of_squares(x))).type_as(x) * self.gain
 
 
 class PromotedNorm(Scaled):
@@ -312,7 +324,7 @@ ROUNDED_FIRST = [
     *(MetaNorm, DividingNorm, ReciprocalNorm, LiteralNorm, InheritingNorm, DelegatingNorm),
     *(PlainNorm, EinsumNorm, LengthNorm, FluxNorm, OlmoNorm, NormByFunction),
     *(ScriptedNorm, ResidualNorm, MatrixProductNorm, LogarithmicNorm, RoundedRootNorm, NormWithArguments),
-    *(TupleNorm, UnitLengthNorm, DecoratedNorm),
+    *(TupleNorm, UnitLengthNorm, DecoratedNorm, NormOfConstants),
 ]
 ROUNDED_LAST = [PromotedNorm, LitNorm, FunctionalNorm, EpslessNorm, TorchNorm, ChatGLMNorm, MultipliedInPlaceNorm]
 # class -> the layer that computes the same

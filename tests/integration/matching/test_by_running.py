@@ -11,6 +11,7 @@ from torch import nn
 
 import kernels_ext_npu
 import softnpu
+from tests.integration.matching import other_peoples_norms
 from tests.integration.matching.blocks import OPERATORS, Block, launched, said
 from tests.integration.matching.lookalike_mlps import LIKE_MLPS, PackedUpFirst
 from tests.integration.matching.lookalike_norms import LIKE_NORMS
@@ -35,6 +36,7 @@ from tests.integration.matching.other_peoples_norms import (
     WIDTH,
     DecoratedNorm,
     MetaNorm,
+    NormOfConstants,
     ResidualNorm,
     UnitLengthNorm,
 )
@@ -131,6 +133,15 @@ def test_a_setting_that_a_decorated_forward_reads_is_watched(registered) -> None
     x = torch.randn(2, 5, WIDTH, device="npu")
     model.part.epsilon = 1.0
     torch.testing.assert_close(model(x), DecoratedNorm.forward(model.part, x))
+
+
+def test_constants_of_its_file_are_watched(registered, monkeypatch) -> None:
+    model = kernels_ext_npu.kernelize(Block(NormOfConstants()).to("npu"))
+    x = torch.randn(2, 5, WIDTH, device="npu")
+    assert launched(lambda: model(x)) == 1
+    monkeypatch.setattr(other_peoples_norms, "EPSILON", 1.0)
+    torch.testing.assert_close(model(x), NormOfConstants.forward(model.part, x))
+    assert launched(lambda: kernels_ext_npu.kernelize(model)(x)) == 1
 
 
 def test_a_row_of_zeros_stays_one_where_the_length_is_limited(registered) -> None:

@@ -46,7 +46,7 @@ def apply_unit(unit: GatedUnit, gate: Tensor, up: Tensor | None = None, is_plain
     if up is None:
         if _is_fused(gate, unit.wants_alignment, is_plain):
             return unit.launch(gate)
-        gate, up = gate.chunk(2, -1)
+        gate, up = unit.halves(gate)
     elif _is_worth_joining(gate, up, unit.wants_alignment):
         return unit.launch(torch.cat((gate, up), -1))
     return unit.in_torch(gate, up)

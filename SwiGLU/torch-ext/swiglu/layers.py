@@ -20,7 +20,7 @@ from .mlp_forward import (
     mlp_forward,
     scaled_intermediate_states,
 )
-from .operators import EXACT_GEGLU, GEGLU, SWIGLU
+from .operators import EXACT_GEGLU, EXACT_GEGLU_GATE_LAST, GEGLU, GEGLU_GATE_LAST, SWIGLU
 from .packing import projections
 
 
@@ -64,17 +64,22 @@ class FusedSwiGLUMLP(_Layer):
 
 
 class FusedGeGLUMLP(_Layer):
-    """Computes ``down(gelu_tanh(gate) * up)`` with ``gate, up = gate_up(x).chunk(2, -1)``."""
+    """Computes ``down(gelu_tanh(gate) * up)`` with ``gate, up = gate_up(x).chunk(2, -1)``.
+
+    An MLP with a member ``gate_is_last`` that is true has them in the other order.
+    """
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return fused_mlp_forward(self, hidden_states, GEGLU)
+        is_last = self.__dict__.get("gate_is_last", False)
+        return fused_mlp_forward(self, hidden_states, GEGLU_GATE_LAST if is_last else GEGLU)
 
 
 class FusedExactGeGLUMLP(_Layer):
-    """Computes ``down(gelu(gate) * up)`` with ``gate, up = gate_up(x).chunk(2, -1)``."""
+    """Computes ``down(gelu(gate) * up)``. What is said of :class:`FusedGeGLUMLP` holds."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return fused_mlp_forward(self, hidden_states, EXACT_GEGLU)
+        is_last = self.__dict__.get("gate_is_last", False)
+        return fused_mlp_forward(self, hidden_states, EXACT_GEGLU_GATE_LAST if is_last else EXACT_GEGLU)
 
 
 class ClampedSwiGLUMLP(_Layer):

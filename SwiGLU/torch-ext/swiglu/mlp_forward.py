@@ -41,10 +41,10 @@ def mlp_forward(mlp: nn.Module, x: Tensor, unit: GatedUnit | None) -> Tensor:
 
 
 def fused_mlp_forward(mlp: nn.Module, x: Tensor, unit: GatedUnit) -> Tensor:
-    """Compute an MLP with two projections, the first of which gives gate and up, the gate first."""
+    """Compute an MLP with two projections, the first of which gives gate and up in the order of the unit."""
     gate_up, down = projections(mlp, TWO_PROJECTIONS)
     if (activation := activation_to_call(mlp, unit)) is not None:
-        gate, up = gate_up(x).chunk(2, -1)
+        gate, up = unit.halves(gate_up(x))
         return down(activation(gate) * up)
     return down(apply_unit(unit, gate_up(x)))
 

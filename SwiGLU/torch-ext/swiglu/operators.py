@@ -20,25 +20,24 @@ from ._common.derivatives import by_formula, gradients
 from ._common.second_order import let_differentiate
 
 _NAMESPACE = __name__.partition(".")[0]
-_ERF = 0
-_TANH, _ACTIVATE_LEFT = 1, True  # torch_npu's defaults are tanh and the right half
+_ERF, _BY_TANH = 0, 1
 NO_LIMIT = torch.finfo(torch.float32).max  # of the clipped SwiGLU
 
 
 # npu_geglu has a derivative, but the meta kernel of npu_geglu_grad raises in every release up to 2.14, so that it fails
 # under torch.compile and with fake tensors. An operator around it has a meta kernel that works.
 @torch.library.custom_op(f"{_NAMESPACE}::geglu_grad", mutates_args=())
-def _geglu_grad(grad: Tensor, x: Tensor, gelu: Tensor, approximate: int) -> Tensor:
-    return torch.ops.npu.npu_geglu_grad(grad, x, gelu, -1, approximate, _ACTIVATE_LEFT)
+def _geglu_grad(grad: Tensor, x: Tensor, gelu: Tensor, approximate: int, activate_left: bool) -> Tensor:
+    return torch.ops.npu.npu_geglu_grad(grad, x, gelu, -1, approximate, activate_left)
 
 
 @_geglu_grad.register_fake
-def _(grad: Tensor, x: Tensor, gelu: Tensor, approximate: int) -> Tensor:
+def _(grad: Tensor, x: Tensor, gelu: Tensor, approximate: int, activate_left: bool) -> Tensor:
     return torch.empty_like(x)
 
 
 class GatedUnit(NamedTuple):
-    """Holds the operators of a gated linear unit, which takes ``[..., 2·I]``, the gate first, and gives ``[..., I]``.
+    """Holds the operators of a gated linear unit, which takes gate and up as ``[..., 2·I]`` and gives ``[..., I]``.
 
     Attributes:
         launch: computes the value in one launch, differentiable.
@@ -49,6 +48,7 @@ class GatedUnit(NamedTuple):
         activation: what the gate goes through before it is multiplied with up.
         recognised: classes of activations, formulas of torch's GELU, or forwards of one object, each with the forward
             by which it has the values of ``activation``, or None.
+        gate_is_last: whether the gate is the second half, not the first.
     """
 
     launch: Callable[[Tensor], Tensor]
@@ -58,6 +58,12 @@ class GatedUnit(NamedTuple):
     wants_alignment: bool
     activation: Callable[[Tensor], Tensor]
     recognised: dict[type | str | Callable, Callable | None]
+    gate_is_last: bool = False
+
+    def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return gate and up of ``[..., 2·I]``."""
+        first, second = x.chunk(2, -1)
+        return (second, first) if self.gate_is_last else (first, second)
 
     def in_torch(self, gate: Tensor, up: Tensor) -> Tensor:
         """Compute the value of gate and up, ``[..., I]`` each, differentiable as often as one likes."""
@@ -72,25 +78,39 @@ class _GeGLU(torch.autograd.Function):
     """Launches ``npu_geglu``, and for its gradient the operator that has a meta kernel which works."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, is_exact: bool) -> Tensor:
-        y, gelu = (EXACT_GEGLU if is_exact else GEGLU).forward(x)
+    def forward(ctx, x: Tensor, unit: GatedUnit) -> Tensor:
+        y, gelu = unit.forward(x)
         ctx.save_for_backward(x, gelu)
-        ctx.is_exact = is_exact
+        ctx.unit = unit
         return y
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None]:
         x, gelu = ctx.saved_tensors
-        unit = EXACT_GEGLU if ctx.is_exact else GEGLU
+        unit = ctx.unit
         if by_formula(grad):
-            return gradients(lambda x: unit.in_torch(*x.float().chunk(2, -1)), (x,), (True,), grad)[0], None
+            return gradients(lambda x: unit.in_torch(*unit.halves(x.float())), (x,), (True,), grad)[0], None
         return unit.backward(grad.contiguous(), x, gelu), None
 
 
-def _launch_geglu(x: Tensor, is_exact: bool = False) -> Tensor:
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _GeGLU.apply(x, is_exact)
-    return (EXACT_GEGLU if is_exact else GEGLU).forward(x)[0]
+def _geglu(approximate: int, activation: Callable[[Tensor], Tensor], gate_is_last: bool = False) -> GatedUnit:
+    """Return the unit of a GELU, whose operator activates either half."""
+
+    def launch(x: Tensor) -> Tensor:
+        is_trained = torch.is_grad_enabled() and x.requires_grad
+        return _GeGLU.apply(x, unit) if is_trained else unit.forward(x)[0]
+
+    unit = GatedUnit(
+        launch,
+        lambda x: torch.ops.npu.npu_geglu(x, -1, approximate, not gate_is_last),
+        lambda grad, x, gelu: _geglu_grad(grad, x, gelu, approximate, not gate_is_last),
+        backward_wants_forward=True,
+        wants_alignment=False,
+        activation=activation,
+        recognised={},
+        gate_is_last=gate_is_last,
+    )
+    return unit
 
 
 SWIGLU = GatedUnit(
@@ -102,24 +122,9 @@ SWIGLU = GatedUnit(
     activation=F.silu,
     recognised={nn.SiLU: nn.SiLU.forward},
 )
-GEGLU = GatedUnit(
-    _launch_geglu,
-    lambda x: torch.ops.npu.npu_geglu(x, -1, _TANH, _ACTIVATE_LEFT),
-    lambda grad, x, gelu: _geglu_grad(grad, x, gelu, _TANH),
-    backward_wants_forward=True,
-    wants_alignment=False,
-    activation=partial(F.gelu, approximate="tanh"),
-    recognised={},
-)
-EXACT_GEGLU = GatedUnit(
-    partial(_launch_geglu, is_exact=True),
-    lambda x: torch.ops.npu.npu_geglu(x, -1, _ERF, _ACTIVATE_LEFT),
-    lambda grad, x, gelu: _geglu_grad(grad, x, gelu, _ERF),
-    backward_wants_forward=True,
-    wants_alignment=False,
-    activation=F.gelu,
-    recognised={},
-)
+_GELU_TANH = partial(F.gelu, approximate="tanh")
+GEGLU, EXACT_GEGLU = _geglu(_BY_TANH, _GELU_TANH), _geglu(_ERF, F.gelu)
+GEGLU_GATE_LAST, EXACT_GEGLU_GATE_LAST = _geglu(_BY_TANH, _GELU_TANH, True), _geglu(_ERF, F.gelu, True)
 
 
 def register_derivative_of_swiglu() -> None:

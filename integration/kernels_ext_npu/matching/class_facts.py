@@ -72,7 +72,14 @@ def _is_run(cls: type[nn.Module], forward: object, kind: Kind | None) -> bool:
     That may be anything in other people's code, and in transformers what looks like one of the kinds that are run; what
     torch has needs no kernel that is found so.
     """
-    # not what a wrapper says of itself
-    library = getattr(forward, "__globals__", {}).get("__name__", "").partition(".")[0]
+    # not what a wrapper says of itself; torch's decorators, such as autocast and compile, are run as they are
+    library = _library(forward)
+    while library == "torch" and hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+        library = _library(forward)
     is_own = library in {each.__module__.partition(".")[0] for each in cls.__mro__}
     return is_own and library != "torch" and (library != "transformers" or kind in _RUN)
+
+
+def _library(function: object) -> str:
+    return getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]

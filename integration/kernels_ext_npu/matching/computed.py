@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from kernels_ext_npu.matching.module_settings import Settings
+from kernels_ext_npu.reasons import Reason
 
 if TYPE_CHECKING:
     from kernels_ext_npu.matching.rotating_modules import RotatingModule
@@ -28,6 +29,7 @@ class Computed(NamedTuple):
     casts_back: bool = False  # to the dtype of the first argument
     wants_one_dtype: bool = False  # for arguments and parameters: in several the layer would round in another way
     returned: tuple[Any, ...] | None = None  # of what is returned, where the tensor is not all of it
+    refused: Reason | None = None  # why no layer takes its place
     rotation: RotatingModule | None = None  # of a module that rotates
 
 

@@ -21,12 +21,15 @@ from kernels_ext_npu.matching.watched_runs import (
     Watched,
     are_same,
     attempt,
+    autocast,
+    casts,
     check_sizes,
     stand_in,
     taken_shapes,
     takes,
 )
 from kernels_ext_npu.matching.watched_runs import run as run_forward
+from kernels_ext_npu.reasons import Reason
 
 
 class _Leaf(nn.Module):
@@ -38,12 +41,14 @@ class _Leaf(nn.Module):
         self.sizes = sizes  # without, it keeps the width of its argument
         self.seen: list[Tensor] = []
         self.given: list[Tensor] = []
+        self.is_cast = False  # whether autocast was on when it was called
 
     def forward(self, x: Tensor) -> Tensor:
         takes, gives = self.sizes or (x.shape[-1], x.shape[-1])
         if x.shape[-1] != takes:
             raise ValueError(f"it takes {takes} values, and is given {x.shape[-1]}")
         self.seen.append(x)
+        self.is_cast = all(casts())
         base, slope = self.noise[:, :gives]
         result = (base + slope * x.detach()[..., :1]).to(x.dtype)  # others for each token
         self.given.append(result.requires_grad_(torch.is_grad_enabled()))
@@ -98,6 +103,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "GeGLUMLP": partial(F.gelu, approximate="tanh"),
     "ExactGeGLUMLP": F.gelu,
 }
+_GATE_LAST = Reason("no operator", "no operator: the gate is the second half, and the operator takes SiLU of the first")
 _HALVES = {"chunk", "split", "unbind", "narrow"}
 _MODULES = {"SwiGLUMLP": nn.SiLU(), "GeGLUMLP": nn.GELU(approximate="tanh"), "ExactGeGLUMLP": nn.GELU()}
 _PLAIN = [_Formula(layer, lambda gate, up, act=act: act(gate) * up) for layer, act in _ACTIVATIONS.items()]  # type: ignore[misc]
@@ -141,6 +147,15 @@ def find_gated_mlp(module: nn.Module) -> Computed | None:
         if shapes:
             break
     xs = [torch.randn(*tokens, width, dtype=torch.float64) for tokens in shapes]
+    wider = torch.randn(*shapes[0], 2 * width, dtype=torch.float64)
+    if not sizes and attempt(run, wider) is not None:  # nothing says that it is for one width
+        xs.append(wider)
+    with autocast(True):
+        watch.autocast = True
+        leaves, _ = run(xs[0])
+        watch.autocast = False
+    if not all(leaf.is_cast for leaf in leaves.values() if leaf.seen):  # by the layer they would be called with it
+        return None
     watch.called.clear()
     run(xs[0])
     clamps = sum(name in CLAMPS for name in watch.called)
@@ -168,7 +183,7 @@ def find_gated_mlp(module: nn.Module) -> Computed | None:
 def _read(
     leaves: dict[Any, _Leaf], y: Tensor, x: Tensor, formulas: list[_Formula], written: set[float]
 ) -> Iterator[tuple[Computed, _Formula]]:
-    """Yield how children make a gated MLP. The gate is the first of halves, as the operators take them."""
+    """Yield how children make a gated MLP."""
     called = {name: leaf for name, leaf in leaves.items() if leaf.seen}
     linear = {name: leaf for name, leaf in leaves.items() if leaf.sizes is not None}
     if not linear.keys() <= called.keys() or any(len(leaf.seen) > 1 for leaf in called.values()):
@@ -180,8 +195,9 @@ def _read(
     if len(linear) > len(ins) + (down is not None) or y.shape[:-1] != x.shape[:-1]:
         return
     ins = ins or {None: start}
-    for (gate, up), formula in product(permutations(ins) if len(ins) == 2 else ((*ins, *ins),), formulas):
-        first, second = (ins[gate], ins[up]) if gate != up else ins[gate].chunk(2, -1)
+    pairs = [(*pair, 1) for pair in permutations(ins)] if len(ins) == 2 else [(*ins, *ins, step) for step in (1, -1)]
+    for (gate, up, step), formula in product(pairs, formulas):
+        first, second = (ins[gate], ins[up]) if gate != up else ins[gate].chunk(2, -1)[::step]
         left = dict(others)
         between: Steps = ()
         trunk, arguments = formula.compute(first, second), [*ins.values()]
@@ -195,6 +211,8 @@ def _read(
             if _is_passed(y, trunk * factor, [trunk] if behind else arguments):
                 is_dropped = len(between) == 1 and isinstance(leaves[between[0]].child, (nn.Dropout, type(None)))
                 found = _computed(formula, (gate, up, down), between, is_dropped, factor)
+                if found is not None and step < 0:
+                    found = _with_gate_last(found)
                 if found is not None and (factor == 1 or not behind):
                     yield found._replace(ahead=ahead, behind=behind), formula
 
@@ -222,6 +240,15 @@ def _is_passed(found: Tensor, expected: Tensor, arguments: list[Tensor], leaf: _
     if found.shape[-1] != expected.shape[-1] or (found.dtype is not expected.dtype and expected.dtype.itemsize < 4):
         return False
     return are_same(found.flatten(0, -2), expected.flatten(0, -2), arguments)
+
+
+def _with_gate_last(computed: Computed) -> Computed | None:
+    """Return what computes the same of halves in the other order, of which operators of GELU activate either."""
+    if computed.between:
+        return None
+    if computed.layer == "FusedSwiGLUMLP":
+        return computed._replace(refused=_GATE_LAST)
+    return computed._replace(numbers=(("gate_is_last", True),))
 
 
 def _computed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
 import inspect
 from collections.abc import Collection, Iterator
@@ -27,6 +28,7 @@ class Settings(NamedTuple):
     absent: frozenset[str]  # what its code may look for, and the module does not have
     present: frozenset[str]  # the parameters and children that it has
     children: tuple[tuple[str, Settings], ...] = ()
+    constants: tuple[tuple[FunctionType, str, Any], ...] = ()  # in whose file they stand, their names and values
 
 
 def read_settings(module: nn.Module, tensors: Collection[str] = ()) -> Settings | None:
@@ -52,7 +54,12 @@ def read_settings(module: nn.Module, tensors: Collection[str] = ()) -> Settings 
         return None
     frozen = tuple((name, _frozen(value)) for name, value in members.items())
     absent = names.difference(own, on_class.keys() & members.keys())
-    return Settings(cls, cls.forward, frozen, absent, _present(module), (*children.items(),))  # type: ignore[arg-type]
+    constants = tuple(
+        (function, name, value)
+        for function, name in _globals_read(cls, cls.forward)  # type: ignore[arg-type]
+        if _is_plain(value := function.__globals__.get(name))
+    )
+    return Settings(cls, cls.forward, frozen, absent, _present(module), (*children.items(),), constants)  # type: ignore[arg-type]
 
 
 def has_settings(module: Any, settings: Settings) -> bool:
@@ -65,6 +72,8 @@ def has_settings(module: Any, settings: Settings) -> bool:
         found = members[name] if name in members else getattr(settings.cls, name, None)
         if not _is_same(getattr(found, inner, None) if inner else found, value):
             return False
+    if not all(_is_same(function.__globals__.get(name), value) for function, name, value in settings.constants):
+        return False
     if not settings.absent.isdisjoint(members) or _present(module) != settings.present:
         return False
     return all(has_settings(children.get(name), inner) for name, inner in settings.children)
@@ -129,6 +138,24 @@ def names_read(cls: type[nn.Module], _: Any) -> frozenset[str]:
     return frozenset(names - {"forward"})  # under which ours is bound
 
 
+@functools.cache
+def _globals_read(cls: type[nn.Module], _: Any) -> tuple[tuple[FunctionType, str], ...]:
+    """Return the names of globals in the methods of a class with this forward, and in functions that they call."""
+    waiting = [function for base in cls.__mro__ for function in _functions_in(base)]
+    found: list[tuple[FunctionType, str]] = []
+    for function in waiting:  # grows while it runs
+        names = function.__globals__
+        if names.get("__name__", "").startswith(("torch.", "transformers.")):
+            continue
+        steps = [step for code in _codes([function.__code__]) for step in dis.get_instructions(code)]
+        for name in sorted({step.argval for step in steps if step.opname == "LOAD_GLOBAL"} & names.keys()):
+            if isinstance(names[name], FunctionType) and names[name] not in waiting:
+                waiting.append(names[name])
+            elif _is_plain(names[name]):
+                found.append((function, name))
+    return tuple(found)
+
+
 def is_opaque(child: Any) -> bool:
     """Tell whether a child is called as it is: a projection, a dropout, or what has parameters of its own."""
     drops = isinstance(child, nn.Dropout) and child.p > 0
@@ -141,8 +168,17 @@ def is_linear(child: Any) -> bool:
 
 
 def codes_in(cls: type) -> Iterator[CodeType]:
-    """Yield the code of the methods of a class itself, and of the functions in them."""
-    codes = [value.__code__ for value in vars(cls).values() if isinstance(value, FunctionType)]
+    """Return the code of the methods of a class itself, also of decorated ones, and of the functions in them."""
+    return _codes([function.__code__ for function in _functions_in(cls)])
+
+
+def _functions_in(cls: type) -> list[FunctionType]:
+    functions = [value for value in vars(cls).values() if isinstance(value, FunctionType)]
+    functions += [each for each in map(inspect.unwrap, functions) if isinstance(each, FunctionType)]
+    return list(dict.fromkeys(functions))
+
+
+def _codes(codes: list[CodeType]) -> Iterator[CodeType]:
     for code in codes:  # grows while it runs
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         yield code

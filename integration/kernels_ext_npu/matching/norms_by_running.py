@@ -27,6 +27,7 @@ from kernels_ext_npu.matching.watched_runs import (
 
 _MEANS = {"mean", "sum", "norm", "vector_norm", "rms_norm", "var", "var_mean", "std", "layer_norm", "einsum"}
 _TORCHS = torch.finfo(torch.float64).eps  # what torch's rms_norm takes in float64 if it is given no eps
+_LEAST_LENGTH = 1e-12  # torch's default: what is as short is a zero that was rounded
 _IN_ONE_OPERATOR = {"native_layer_norm"}  # torch's layer norm has a kernel of its own
 _DTYPES = [
     (torch.bfloat16, torch.bfloat16),
@@ -98,13 +99,20 @@ class _Norm:
             with torch.set_grad_enabled(with_grad):
                 if not are_same(self.run(terms, training), self.kind.exact(terms, eps), terms.tensors):
                     return None
-        if self.is_gated and not self._norms_without_gate(probes[-1]._replace(gate=None)):
+        others = [probes[-1]._replace(gate=None)] if self.is_gated else []
+        if not self.names:  # whose length would say for which width it is
+            others.append(Terms(torch.randn(*first, 2 * self.width, dtype=torch.float64)))
+        if not all(map(self._refuses_or_norms, others)):
             return None
         sizes = *(5, 7, 11)[: len(first)], self.width
         wide = _cast(probes[1], torch.float32, torch.float32)
         check_sizes(lambda given: self.run(wide._replace(x=given, gate=given if self.is_gated else None)), *sizes)
-        if not CLAMPS.isdisjoint(self.watch.called) or set(self.watch.called) <= _IN_ONE_OPERATOR:
+        if set(self.watch.called) <= _IN_ONE_OPERATOR:
             return None
+        if not CLAMPS.isdisjoint(self.watch.called):
+            self.eps = self._eps_of_least_length(first)
+            if self.eps is None:
+                return None
         # numbers at which an eps shows that depends on the dtype
         magnitudes = (1.0, 1e-3) if eps is None else (1.0,)
         drawn = [(self.draw(*first[:-1], 32, magnitude=each), dtypes) for dtypes in _DTYPES for each in magnitudes]
@@ -149,8 +157,22 @@ class _Norm:
             candidates = near if candidates is None else candidates & near
         return min(candidates) if candidates else None
 
-    def _norms_without_gate(self, terms: Terms) -> bool:
-        """Tell whether it refuses to do without a gate, or norms then."""
+    def _eps_of_least_length(self, tokens: tuple[int, ...]) -> float | None:
+        """Return the eps in place of the length that vectors have at the least, as torch's normalize() has it.
+
+        What is shorter by far is divided by that, and by the root of the eps, alike; a length near it is not seen.
+        """
+        terms, before = self.draw(*tokens, magnitude=1e-20), len(self.watch.called)
+        found, expected = self.run(terms), self.kind.scale(terms) * self.kind.inner(terms)
+        clamps = sum(name in CLAMPS for name in self.watch.called[before:])
+        factor = float((found / expected).mean())  # one for all rows: without a limit each has its own
+        if clamps != 1 or self.eps != 0 or self.size is not None or not is_close(found, factor * expected, 1e-4):
+            return None
+        eps = factor**-2
+        return eps if eps * self.width <= 1.01 * _LEAST_LENGTH**2 else None
+
+    def _refuses_or_norms(self, terms: Terms) -> bool:
+        """Tell whether it refuses to do without a gate, or for another width, or norms then."""
         try:
             found = self.run(terms)
         except NotRecognisedError:

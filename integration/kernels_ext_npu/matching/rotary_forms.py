@@ -37,6 +37,7 @@ _WIDTHS: tuple[Dims, ...] = (("R",), ("H",))
 _SIZES = {"B": 3, "N": 5, "M": 2, "S": 7, "T": 11, "D": 16, "R": 16, "H": 8, "W": 32, "P": 2}
 _MOST = 3  # parameters of a module that may be given tensors: more would be many forms
 _LONGEST = 512  # rows of a table that hold random numbers: as many are not run for a try
+_MOST_ROWS = 4096  # of a table of which all are taken
 _POSITIONS: tuple[Dims, ...] = (("B", "S"), (1, "S"), ("S",))
 
 
@@ -133,7 +134,9 @@ class Form:
         """Return the shape of two heads of a call, of one sequence if the angles of all are the same."""
         sizes: Any = self.sizes(values)
         is_one = self.given[0].dims[0] == "B" and not any("B" in given.dims for given in self.angles)
-        return [{"N": 2, "B": 1 if is_one else sizes.get("B")}.get(dim, sizes[dim]) for dim in self.given[0].dims]
+        return [
+            {"N": 2, "B": 1 if is_one else sizes.get("B")}.get(dim, sizes.get(dim, dim)) for dim in self.given[0].dims
+        ]
 
     def make(self, sizes: Mapping[str, int], dtype: torch.dtype, table_dtype: torch.dtype) -> list[Any]:
         """Return random arguments of this form."""
@@ -236,8 +239,12 @@ def forms_with(signature: Signature, held: Sequence[Tensor], numbers: Collection
     tables = [Given(tuple(each.shape), kind) for each, kind in zip(held, kinds)]
     sizes = {size for size in numbers if size > 1}.union(size for each in held for size in each.shape[-2:] if size > 1)
     widths = {width for size in sizes for width in (size, 2 * size, size // 2) if width % 2 == 0 and width <= _LONGEST}
-    for rotated, dims, width in product((2, 1), _ROTATED, sorted(widths)):
+    rows = {each.shape[-2] for each in held if each.dim() > 1 and 1 < each.shape[-2] <= _MOST_ROWS}
+    # of any number of positions, or of as many as a table has rows: a picture always has so many patches
+    lengths: tuple[str | int, ...] = ("S", *sorted(rows))
+    for length, rotated, symbols, width in product(lengths, (2, 1), _ROTATED, sorted(widths)):
         if rotated <= signature.positional:
+            dims: Dims = tuple(length if dim == "S" else dim for dim in symbols)
             first = (Given(dims), Given(tuple("M" if dim == "N" else dim for dim in dims)))[:rotated]
             for settings in product(*map(_module_values, signature.defaults[rotated:])):
                 yield Form((*first, *settings, *tables), rotated, width)

@@ -103,7 +103,7 @@ class Rotation:
             if sizes is not None and (plan := self._plan(form)) is not None:
                 is_whole = sizes["R"] == sizes["D"]
                 is_taken = is_whole or (plan.is_partial and 0 < sizes["R"] < sizes["D"])
-                return plan if is_taken and plan.is_for(sizes["S"]) else None
+                return plan if is_taken and plan.is_for(sizes.get("S", 1)) else None
         return None
 
     def _forms_called(self, values: Sequence[Any]) -> list[Form]:

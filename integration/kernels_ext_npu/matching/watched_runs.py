@@ -6,7 +6,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ _ACTIVATIONS = {"silu", "sigmoid", "gelu", "tanh", "erf", "exp", "log"}
 CLAMPS = {"clamp", "clamp_min", "clamp_max", "minimum", "maximum"}
 _VIEWS = {"view", "reshape", "_unsafe_view", "alias", "detach", "unsqueeze", "squeeze", "expand", "split", "chunk"}
 _PARTS = {"slice", "select", "unbind", "transpose", "t", "permute"}
-_MADE = {"_to_copy", "to", "clone", "ones", "ones_like", "scalar_tensor", "lift_fresh"}
+_MADE = {"_to_copy", "to", "clone", "ones", "ones_like", "scalar_tensor", "lift_fresh", "promote_types"}
 _KNOWN = _ARITHMETIC | _SUMS | _ACTIVATIONS | _VIEWS | _PARTS | _MADE
 _READS = {"_local_scalar_dense": "the host waits for a number in it"}
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -64,11 +64,30 @@ def isolated() -> Iterator[None]:
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),
         torch.compiler.set_stance("force_eager"),
+        autocast(False),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
         torch.default_generator.manual_seed(0)
         yield
+
+
+@contextmanager
+def autocast(is_on: bool) -> Iterator[None]:
+    """Turn autocast on or off, for all devices for which a forward may do that."""
+    with ExitStack() as stack:
+        for device in _autocast_devices():
+            stack.enter_context(torch.autocast(device, torch.bfloat16, enabled=is_on))
+        yield
+
+
+def casts() -> list[bool]:
+    """Tell for which of these devices autocast is on."""
+    return [torch.is_autocast_enabled(device) for device in _autocast_devices()]
+
+
+def _autocast_devices() -> tuple[str, ...]:
+    return ("cpu", "npu") if hasattr(torch, "npu") else ("cpu",)
 
 
 def stand_in(module: nn.Module, members: dict[str, Any]) -> nn.Module:
@@ -83,6 +102,7 @@ class Watched(TorchDispatchMode):
     """Refuses operators that no formula has: those that read numbers on the host, draw them, or write in place.
 
     Attributes:
+        autocast: whether autocast is on around the forward; one that turns it on is refused.
         called: the names of the operators that were called.
         returned: where in what a forward returns its tensor is, None if it is all of it.
     """
@@ -90,6 +110,7 @@ class Watched(TorchDispatchMode):
     def __init__(self, extra: Set[str] = frozenset()) -> None:
         super().__init__()
         self.known = _KNOWN | extra
+        self.autocast = False
         self.called: list[str] = []
         self.returned: tuple[Any, ...] | None = None
 
@@ -97,6 +118,8 @@ class Watched(TorchDispatchMode):
         kind, _, name = function._schema.name.partition("::")
         if kind == "npu":
             raise OwnOperatorError(name)
+        if not self.autocast and any(casts()):
+            raise NotRecognisedError("it turns autocast on")
         if kind != "prim" and (kind != "aten" or name.removesuffix("_") not in self.known):
             raise NotRecognisedError(_READS.get(name, f"it calls {name}"))
         self.called.append(name.removesuffix("_"))

@@ -47,6 +47,7 @@ def find(view: View) -> Iterator[Decision]:
             present = before and before.computed.layer
             layer = what.computed.layer or None
             kind = KIND_OF_LAYER[layer].in_models if layer else ROTARY.in_models
+            layer = None if what.computed.refused else layer
             make = functools.partial(_make_forward, what, type(module).forward)
             left = what.computed.rotation and what.computed.rotation.left
             doubt = refusals.left_calls(left) if left else None
@@ -102,6 +103,8 @@ def _gate_and_up(module: nn.Module, what: Recognised) -> tuple[Any, Any] | None:
 
 def _refusal(module: nn.Module, what: Recognised, before: Recognised | None) -> str | None:
     """Return why the layer does not take the place of a module's forward; None if it may."""
+    if what.computed.refused is not None:
+        return what.computed.refused
     if what.computed.rotation is not None and not what.computed.layer:
         return Reason("unknown", f"{refusals.FORWARD_UNKNOWN}: {what.computed.rotation.refused}")
     reason = refusals.elsewhere(module) or refusals.unwanted(module, LAYERS[what.computed.layer])

@@ -96,6 +96,33 @@ class PackedUpFirst(Packed):
         return self.c_proj(up * F.silu(gate))
 
 
+class CastingByItself(Projected):
+    """Is one under autocast alone, and gives the dtype of that."""
+
+    def forward(self, x):
+        with torch.autocast("npu", dtype=torch.bfloat16):
+            return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class CastingByDecorator(Projected):
+    forward = torch.autocast("npu", dtype=torch.bfloat16)(MetaMLP.forward)
+
+
+class NeverCasting(Projected):
+    """Turns off autocast around it, which the layer would not."""
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class OfFixedHalves(nn.Module):
+    """Takes halves of one width alone, and of others a part."""
+
+    def forward(self, x):
+        return F.silu(x.narrow(-1, 0, 32)) * x.narrow(-1, 32, 32)
+
+
 class Interleaved(Packed):
     def forward(self, x):
         both = self.c_fc(x)
@@ -257,6 +284,7 @@ class WithBuffer(MetaMLP):
 LIKE_MLPS = [
     *(ReluGated, ClampedAtSeven, Squared, Added, Residual, SteeperGate, FirstToken, ByLength),
     *(OtherwiseInHalf, Noisy, GatedTwice, ShiftedUp, HalvedGradient, PackedUpFirst, Interleaved),
+    *(CastingByItself, CastingByDecorator, NeverCasting, OfFixedHalves),
     *(ClampedAtOneSide, ClampedByTwoLimits, ClampedFarAway, ClampedThrice, GateAlone, DroppedInTrainingBranch),
     *(DroppedAlways, DroppedGate, DetachedGate, DetachedInput, DetachedResult, OfOneTokenTwice, SummedOverTokens),
     *(Shared, NormedGate, ScaledInside, Mish, SigmoidGated, QuickGated, Chunked, SeveralResults, WithMembers),

@@ -179,6 +179,28 @@ class LargestLength(Scaled):
         return F.normalize(x, dim=-1, eps=1.0) * math.sqrt(WIDTH) * self.gain
 
 
+class OfOneWidth(nn.Module):
+    """Is a norm without weights of that width alone, and may be given others."""
+
+    def forward(self, x):
+        return x * math.sqrt(WIDTH) / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+
+
+class ShortLength(Scaled):
+    """Divides by a length that is so much at the least as rows may have."""
+
+    def forward(self, x):
+        return F.normalize(x, dim=-1, eps=1e-10) * math.sqrt(WIDTH) * self.gain
+
+
+class ClampedOnceFarAway(Scaled):
+    """Norms without an eps what it clamps."""
+
+    def forward(self, x):
+        x = x.clamp_min(-1e9)
+        return x / x.square().mean(-1, keepdim=True).sqrt() * self.gain
+
+
 class MeanOfMagnitudes(Scaled):
     def forward(self, x):
         return x / (torch.linalg.vector_norm(x, 1, dim=-1, keepdim=True) / WIDTH + self.epsilon) * self.gain
@@ -280,7 +302,16 @@ LIKE_NORMS = [
     ),
     *(Counting, Reading, Dropping, Writing, InGroups, RoundedTwice, SquaredGain, DetachedMean, Exchanging),
     *(WithoutGradients, OfMatricesAlone, OverStandardDeviation, UnbiasedVariance, UnitOffsetLayerNorm),
-    *(SubtractedBias, LargestLength, MeanOfMagnitudes, PartOfIt, NegativeGain),
+    *(
+        SubtractedBias,
+        LargestLength,
+        OfOneWidth,
+        ShortLength,
+        ClampedOnceFarAway,
+        MeanOfMagnitudes,
+        PartOfIt,
+        NegativeGain,
+    ),
     *(ReversedGain, Float16Inside, Sharper, ExactGeluByErf, ClampedGelu, TanhOfHalf),
     *(GateOfHalves, GateAdded, GateOfGelu, GateNormed, GateElsewhenNone, GateBehindInGroups),
 ]

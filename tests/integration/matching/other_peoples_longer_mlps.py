@@ -178,6 +178,20 @@ class GatingByOne(nn.Module):
         return F.gelu(gate) * hidden_states
 
 
+class GatingByTheLast(GatingByOne):
+    """Has its gate behind, as that of diffusion models has."""
+
+    def forward(self, hidden_states):
+        hidden_states, gate = self.proj(hidden_states).chunk(2, dim=-1)
+        return hidden_states * F.gelu(gate)
+
+
+class TanhGatedByTheLast(Packed):
+    def forward(self, x):
+        up, gate = self.c_fc(x).split(INNER, dim=-1)
+        return self.c_proj(F.gelu(gate, approximate="tanh") * up)
+
+
 class OfBatches(Projected):
     """Wants three dimensions."""
 
@@ -189,7 +203,8 @@ class OfBatches(Projected):
 
 LONGER_MLPS = {
     **dict.fromkeys((StudentsMLP, WithConv1D, Gating, OfBatches), "SwiGLUMLP"),
-    GatingByOne: "FusedExactGeGLUMLP",
+    **dict.fromkeys((GatingByOne, GatingByTheLast), "FusedExactGeGLUMLP"),
+    TanhGatedByTheLast: "FusedGeGLUMLP",
     **dict.fromkeys((NotDropping, DroppingInTheEnd, NormedFirst), "SwiGLUMLP"),
     **dict.fromkeys((Normed, NormedAndDropping), "NormedMLP"),
     **dict.fromkeys((DroppedInside, Dropping, T5Dense), "DropoutMLP"),

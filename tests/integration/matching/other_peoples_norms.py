@@ -1,5 +1,6 @@
 """RMS norms and layer norms in other people's words."""
 
+import functools
 from types import SimpleNamespace
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 WIDTH = 64
+EPSILON = 1e-5
 
 
 class Scaled(nn.Module):
@@ -126,6 +128,42 @@ class LengthNorm(Scaled):
         y = x.float()
         length = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
         return (y / torch.sqrt(length**2 / WIDTH + self.epsilon)).type_as(x) * self.gain
+
+
+class UnitLengthNorm(Scaled):
+    """Makes the length one, and then the root of the width."""
+
+    def forward(self, x):
+        return F.normalize(x, dim=-1) * WIDTH**0.5 * self.gain
+
+
+def _mean_of_squares(x):
+    return x.float().square().mean(-1, keepdim=True) + EPSILON
+
+
+class NormOfConstants(Scaled):
+    """Reads its eps from its file, in a function of that."""
+
+    def forward(self, x):
+        return (x.float() * torch.rsqrt(_mean_of_squares(x))).type_as(x) * self.gain
+
+
+class PromotedNorm(Scaled):
+    """Asks torch for the widest dtype, and rounds the product of weight and root."""
+
+    def forward(self, x):
+        dtype = functools.reduce(torch.promote_types, (x.dtype, self.gain.dtype, torch.float32))
+        scale = self.gain.to(dtype) * torch.rsqrt(torch.mean(x.to(dtype) ** 2, dim=-1, keepdim=True) + self.epsilon)
+        return x * scale.to(x.dtype)
+
+
+class DecoratedNorm(Scaled):
+    """Turns autocast off by a decorator."""
+
+    @torch.autocast("cpu", enabled=False)
+    def forward(self, x):
+        y = x.float()
+        return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.epsilon)).type_as(x) * self.gain
 
 
 class TorchNorm(nn.RMSNorm):
@@ -286,15 +324,13 @@ ROUNDED_FIRST = [
     *(MetaNorm, DividingNorm, ReciprocalNorm, LiteralNorm, InheritingNorm, DelegatingNorm),
     *(PlainNorm, EinsumNorm, LengthNorm, FluxNorm, OlmoNorm, NormByFunction),
     *(ScriptedNorm, ResidualNorm, MatrixProductNorm, LogarithmicNorm, RoundedRootNorm, NormWithArguments),
-    TupleNorm,
+    *(TupleNorm, UnitLengthNorm, DecoratedNorm, NormOfConstants),
 ]
-ROUNDED_LAST = [LitNorm, FunctionalNorm, EpslessNorm, TorchNorm, ChatGLMNorm, MultipliedInPlaceNorm]
+ROUNDED_LAST = [PromotedNorm, LitNorm, FunctionalNorm, EpslessNorm, TorchNorm, ChatGLMNorm, MultipliedInPlaceNorm]
 # class -> the layer that computes the same
 RMS_NORMS = {
     **dict.fromkeys(ROUNDED_FIRST, "RMSNorm"),
-    **dict.fromkeys(
-        (LitNorm, FunctionalNorm, EpslessNorm, TorchNorm, ChatGLMNorm, MultipliedInPlaceNorm), "RMSNormCastLast"
-    ),
+    **dict.fromkeys(ROUNDED_LAST, "RMSNormCastLast"),
     **dict.fromkeys((UnitOffsetNorm, GemmaLikeNorm, AddcmulNorm, RoundedFirstZeroCentred), "RMSNormZeroCentered"),
     **dict.fromkeys((WeightlessNorm, OptionalWeightNorm, WeightlessEpslessNorm), "RMSNormWeightless"),
     **dict.fromkeys((BaichuanNorm,), "T5LayerNorm"),

@@ -261,6 +261,22 @@ class Louder(nn.Module):
         return x * (self.mscale * emb.cos()) + rotate_half(x) * (self.mscale * emb.sin())
 
 
+class OfAPicture(nn.Module):
+    """Has as many rows as a picture has patches, and takes all of them, as vision towers do."""
+
+    def __init__(self):
+        super().__init__()
+        sides = torch.outer(torch.arange(2 * S // 4).float(), frequencies(D // 2)).repeat_interleave(2, -1)
+        high, wide = sides[:, None].expand(-1, 2, -1), sides[None, :2].expand(len(sides), -1, -1)
+        turns = torch.cat((high, wide), -1).flatten(0, 1)
+        self.register_buffer("freqs_cos", turns.cos())
+        self.register_buffer("freqs_sin", turns.sin())
+
+    def forward(self, t):
+        first, second = t.unflatten(-1, (-1, 2)).unbind(-1)
+        return t * self.freqs_cos + torch.stack((-second, first), -1).flatten(-2) * self.freqs_sin
+
+
 class Dynamic(nn.Module):
     """Has other frequencies beyond a length."""
 
@@ -305,6 +321,7 @@ SERVED = {
     NoBuffers: ("RotaryPosEmbInterleaved", lambda: (heads(),)),
     PositionsFirst: ("RotaryPosEmb", lambda: (heads().permute(2, 0, 1, 3).contiguous(),)),
     OneHead: ("RotaryPosEmbDeinterleaved", lambda: (heads()[:, 0],)),
+    OfAPicture: ("RotaryPosEmbInterleaved", lambda: (heads(),)),
     Louder: ("RotaryPosEmb", lambda: (heads(),)),
     Dynamic: ("RotaryPosEmb", lambda: (heads(),)),
 }

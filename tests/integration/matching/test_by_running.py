@@ -11,8 +11,9 @@ from torch import nn
 
 import kernels_ext_npu
 import softnpu
+from tests.integration.matching import other_peoples_norms
 from tests.integration.matching.blocks import OPERATORS, Block, launched, said
-from tests.integration.matching.lookalike_mlps import LIKE_MLPS
+from tests.integration.matching.lookalike_mlps import LIKE_MLPS, PackedUpFirst
 from tests.integration.matching.lookalike_norms import LIKE_NORMS
 from tests.integration.matching.other_peoples_layer_norms import (
     ACTIVATIONS,
@@ -29,12 +30,15 @@ from tests.integration.matching.other_peoples_longer_mlps import (
     DroppingInTheEnd,
     Viewed,
 )
-from tests.integration.matching.other_peoples_mlps import INNER, PLAIN_MLPS, Helped, MetaMLP
+from tests.integration.matching.other_peoples_mlps import INNER, PLAIN_MLPS, Helped, MetaMLP, Packed
 from tests.integration.matching.other_peoples_norms import (
     RMS_NORMS,
     WIDTH,
+    DecoratedNorm,
     MetaNorm,
+    NormOfConstants,
     ResidualNorm,
+    UnitLengthNorm,
 )
 from tests.support.served import rows
 
@@ -113,6 +117,50 @@ def test_what_only_looks_like_one_is_left_alone(registered, cls: type[nn.Module]
     model = kernels_ext_npu.kernelize(Block(cls()).to("npu"))
     assert all(not swapped for _, swapped in said(model))
     assert "forward" not in vars(model.part)
+
+
+def test_what_its_author_compiles_is_served_too(registered) -> None:
+    class Compiled(Packed):
+        forward = torch.compile(Packed.forward, backend="eager")
+
+    model = kernels_ext_npu.kernelize(Block(Compiled()).to("npu"))
+    assert said(model) == [("FusedSwiGLUMLP", True)]
+    assert launched(lambda: model(torch.randn(2, 5, WIDTH, device="npu"))) == 1
+
+
+def test_a_setting_that_a_decorated_forward_reads_is_watched(registered) -> None:
+    model = kernels_ext_npu.kernelize(Block(DecoratedNorm()).to("npu"))
+    x = torch.randn(2, 5, WIDTH, device="npu")
+    model.part.epsilon = 1.0
+    torch.testing.assert_close(model(x), DecoratedNorm.forward(model.part, x))
+
+
+def test_constants_of_its_file_are_watched(registered, monkeypatch) -> None:
+    model = kernels_ext_npu.kernelize(Block(NormOfConstants()).to("npu"))
+    x = torch.randn(2, 5, WIDTH, device="npu")
+    assert launched(lambda: model(x)) == 1
+    monkeypatch.setattr(other_peoples_norms, "EPSILON", 1.0)
+    torch.testing.assert_close(model(x), NormOfConstants.forward(model.part, x))
+    assert launched(lambda: kernels_ext_npu.kernelize(model)(x)) == 1
+
+
+def test_a_row_of_zeros_stays_one_where_the_length_is_limited(registered) -> None:
+    x = torch.randn(3, WIDTH)
+    x[1] = 0
+    ours, theirs = x.npu().requires_grad_(), x.requires_grad_()
+    model = kernels_ext_npu.kernelize(UnitLengthNorm().to("npu"))
+    for norm, given in ((model, ours), (UnitLengthNorm(), theirs)):
+        result = norm(given)
+        assert not result[1].any()
+        result.sum().backward()
+    torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-5)  # sums of float32
+
+
+def test_of_a_gate_that_no_operator_takes_the_report_says_so(registered) -> None:
+    model = kernels_ext_npu.kernelize(Block(PackedUpFirst()).to("npu"))
+    (row,) = (row for row in rows(model, "gated MLPs") if row.path == "part")
+    assert row.kernel is None
+    assert row.reason.code == "no operator"
 
 
 def test_adapters_that_are_put_on_it_later_are_computed(registered) -> None:

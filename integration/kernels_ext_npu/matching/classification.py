@@ -202,8 +202,8 @@ def referenced_names(function: Any) -> AbstractSet[str]:
     return _code_names(function.__code__) if isinstance(function, FunctionType) else frozenset()
 
 
-def rotary_methods(cls: type[nn.Module]) -> list[str]:
-    """Return the methods of a class itself that rotate, by their names. `kernels` has no way to replace them."""
+def rotary_methods(cls: type) -> list[str]:
+    """Return the methods of a class itself that are called as rotations are, by their names."""
     named = {name: value for name, value in vars(cls).items() if _METHOD_NAMES.match(name)}
     return [name for name, value in named.items() if isinstance(value, (FunctionType, staticmethod))]
 

@@ -27,7 +27,7 @@ def read_globals(function: FunctionType, cls: type = object) -> tuple[Setting, .
         held = list(cells(each).values())  # torch's decorators hold what they call, and super() has its class there
         if not all(isinstance(value, (FunctionType, torch.autocast, type)) for value in held):
             return None
-        names, read = each.__globals__, _names(each.__code__)
+        names, read = each.__globals__, names_in(each.__code__)
         methods = [members[name] for members in own for name in read & members.keys()]
         helpers = [*held, *(getattr(method, "__func__", method) for method in methods)]
         for name in sorted(read & names.keys()):
@@ -52,6 +52,6 @@ def _unbound(value: Any) -> Any:
     return original_function(value) if is_kernel_function(value) else value
 
 
-def _names(code: Any) -> set[str]:
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, type(code))]
+def names_in(code: Any) -> set[str]:
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, type(code))]
     return set(code.co_names).union(*inner)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kernels_ext_npu.matching.rotations_by_running import Rotation
 
 
-_LIBRARIES = ("torch.", "transformers.")  # whose classes and functions are no other people's code
+LIBRARIES = ("torch.", "transformers.")  # whose classes and functions are no other people's code
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class View:
         found: dict[nn.Module, tuple[CalledFunction, ...]] = {}
         for cls, modules in self.by_class.items():
             functions = self.facts[cls].functions
-            if not cls.__module__.startswith(_LIBRARIES):
+            if not cls.__module__.startswith(LIBRARIES):
                 found |= {module: (*dict.fromkeys((*functions, *_called_by_members(module))),) for module in modules}
             elif functions:
                 found |= dict.fromkeys(modules, functions)
@@ -129,7 +129,7 @@ class View:
         """The rotary functions of other people's code that no pattern knows, and how they rotate, if they do."""
         called = {callee for functions in self.calls.values() for callee in functions if callee.kind is ROTARY}
         functions = {callee: original_function(callee.function) for callee in called}
-        others = {c: f for c, f in functions.items() if f is not None and not f.__module__.startswith(_LIBRARIES)}
+        others = {c: f for c, f in functions.items() if f is not None and not f.__module__.startswith(LIBRARIES)}
         unknown = {callee: function for callee, function in others.items() if find_pattern(function) is None}
         if not unknown:
             return {}
@@ -167,7 +167,7 @@ class Decision:
         is_candidate: as a row has it.
         function: the name in its file of the function that it is about, None for a module.
         class_name: of the module or function.
-        make: makes the forward that is to be bound to the module, where a mechanism of ours has one.
+        make: makes the forward or method that is to take its place, where a mechanism of ours has one.
     """
 
     path: str
@@ -180,7 +180,7 @@ class Decision:
     is_candidate: bool = True
     function: str | None = None
     class_name: str | None = None
-    make: Callable[[], FunctionType] | None = None
+    make: Callable[[], Any] | None = None
 
     @property
     def is_served(self) -> bool:

@@ -1,7 +1,7 @@
 """Norms, gated MLPs, activations and rotations of other people's code, which are found by running them.
 
 Such a module gets a forward that hands the layer what plays its roles, whatever the names. Where a setting has changed
-since, the forward of its class computes.
+since, the forward of its class computes. A method that rotates is replaced in its class, and so in all models.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
-from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
+from kernels_ext_npu.swaps.decision import LIBRARIES, Decision, Finder, Swapping, View
 from kernels_ext_npu.swaps.gate_up_layout import why_apart
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _WHAT = "_kernels_recognised"  # attribute of a forward of ours: what the module
 def find(view: View) -> Iterator[Decision]:
     """Decide of every module that is a norm, a gated MLP, an activation or a rotation by what it computes.
 
-    A method that is called as a rotation is has a row that says why it is left alone.
+    So it does of every method that is called as a rotation is.
     """
     for path, module in view.named:
         what = view.recognised.get(module)
@@ -53,14 +53,18 @@ def find(view: View) -> Iterator[Decision]:
             doubt = refusals.left_calls(left) if left else None
             yield Decision(path, module, layer, _refusal(module, what, before), present, doubt, kind=kind, make=make)
         elif what is None and view.facts[type(module)].is_run and not _calls_rotation(view, module):
-            for name in rotary_methods(type(module)):
-                full_name, kind = f"{type(module).__name__}.{name}", ROTARY.in_models
-                yield Decision(path, module, None, refusals.METHOD, kind=kind, function=name, class_name=full_name)
+            methods = _rotary_methods(type(module))
+            yield from (_decide_method(path, module, cls, name) for name, cls in methods.items())
 
 
 def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     """Bind the forwards, and take those out of modules that compute something else by now."""
-    wanted = [decision for decision in decisions if decision.reason in (None, refusals.OTHER_SETTINGS)]
+    all_wanted = [decision for decision in decisions if decision.reason in (None, refusals.OTHER_SETTINGS)]
+    wanted = [decision for decision in all_wanted if decision.function is None]
+    for method in all_wanted:
+        if method.function is not None and method.make is not None and method.present is None:
+            cls = _rotary_methods(type(method.module))[method.function]
+            swapping.registration.patches.attribute(cls, method.function, method.make())
     fitting = {decision.module: decision.make for decision in wanted}
     forwards = {module: make() for module, make in fitting.items() if make is not None}
     for module in view.owned(_OWNER):
@@ -72,6 +76,15 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
         set_forward(module, forward, _OWNER)
         if (pair := _gate_and_up(module, view.recognised[module])) is not None:
             registration.package("SwiGLU").packing.pack(*pair)
+
+
+def revert(view: View) -> None:
+    """Put methods back, in all models of their classes."""
+    if (active := registration.current) is None:
+        return
+    for each in [cls for cls, facts in view.facts.items() if facts.is_run]:
+        for name, cls in _rotary_methods(each).items():
+            active.patches.give_back(cls, name)
 
 
 def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
@@ -93,6 +106,45 @@ def _calls_rotation(view: View, module: nn.Module) -> bool:
     """Tell whether a module calls a function that rotates, and that a kernel serves where it stands."""
     called = [callee for callee in view.facts[type(module)].functions if callee.kind is ROTARY]
     return any(find_pattern(each.function) or getattr(view.rotations.get(each), "layer", "") for each in called)
+
+
+def _rotary_methods(cls: type[nn.Module]) -> dict[str, type[nn.Module]]:
+    """Return the methods that are called as rotations are, by their names, and the class that has each."""
+    others = [base for base in reversed(cls.__mro__) if not base.__module__.startswith(LIBRARIES)]
+    return {name: base for base in others for name in rotary_methods(base)}
+
+
+def _decide_method(path: str, module: nn.Module, cls: type[nn.Module], name: str) -> Decision:
+    """Decide of a method, which may be replaced where it reads no more of its module than settings."""
+    from kernels_ext_npu.matching.rotating_methods import find_rotating_method
+    from kernels_ext_npu.swaps.rotations import make_method, method_in_place
+
+    present, own = method_in_place(cls, name)
+    found = find_rotating_method(module, own)
+    layer = (found and found.layer) or None
+    if found is None:
+        reason: str | None = refusals.METHOD
+    elif layer is None:
+        reason = (
+            Reason("unknown", f"{refusals.FUNCTION_UNKNOWN}: {found.refused}")
+            if found.refused
+            else refusals.FUNCTION_UNKNOWN
+        )
+    else:
+        reason = refusals.elsewhere(module) or refusals.unwanted(module, LAYERS[layer])
+        reason = reason or (refusals.OTHER_SETTINGS if present not in (None, found) else None)
+    return Decision(
+        path,
+        module,
+        layer,
+        reason,
+        present.layer if present is not None else None,
+        refusals.left_calls(found.left) if found is not None and found.left else None,
+        kind=ROTARY.in_models,
+        function=name,
+        class_name=f"{cls.__name__}.{name}",
+        make=None if found is None or layer is None else functools.partial(make_method, found, own),
+    )
 
 
 def _gate_and_up(module: nn.Module, what: Recognised) -> tuple[Any, Any] | None:
@@ -212,4 +264,4 @@ def _dropout(p: float, training: bool) -> nn.Module:
     return nn.Dropout(p).train(training)
 
 
-FINDER = Finder("recognised", find, put, remarks=remarks)
+FINDER = Finder("recognised", find, put, revert=revert, remarks=remarks)

@@ -24,7 +24,7 @@ NOT_ASKED_FOR_BY_ANY = Reason(
 NO_RMS_NORM = Reason("unknown", "not an RMS norm")
 FORWARD_UNKNOWN = Reason("unknown", "no kernel computes what its forward computes")
 FUNCTION_UNKNOWN = Reason("unknown", "no kernel computes what it computes")
-METHOD = Reason("unknown", "it is a method: kernels take the place of modules, and of functions of a file")
+METHOD = Reason("unknown", "it is a method that reads more of its module than settings")
 RESTORED = Reason(
     "restored", "restore() was called for this part of the model: kernelize() swaps kernels into it again"
 )

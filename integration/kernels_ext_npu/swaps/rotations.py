@@ -1,4 +1,4 @@
-"""Rotary functions and modules of other people's code, found by running them (matching/rotations_by_running.py).
+"""Rotary functions, methods and modules of other people's code, found by running them (rotations_by_running.py).
 
 Such a function, or the forward of such a module, is asked for cos and sin as it has them, by a call for one head, and
 the kernel rotates by those. They are kept for the layers that rotate by the same tensors. A call of another kind, on
@@ -21,11 +21,14 @@ from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_forward
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.matching.module_settings import has_settings
+from kernels_ext_npu.matching.rotating_methods import RotatingMethod
 from kernels_ext_npu.matching.rotating_modules import held_tensors
 from kernels_ext_npu.matching.rotations_by_running import Plan, Rotation, ask, make_question
 
 if TYPE_CHECKING:
     from kernels_ext_npu.matching.computed import Recognised
+
+METHOD = "_kernels_rotating_method"  # attribute of a method of ours: what it rotates as, and the one of the class
 
 
 def make_forward(found: Rotation) -> FunctionType:
@@ -53,6 +56,29 @@ def make_module_forward(what: Recognised, matched: FunctionType) -> FunctionType
 
     setattr(forward, MATCHED, matched)
     return forward  # type: ignore[return-value]
+
+
+def make_method(found: Rotation, original: FunctionType | staticmethod) -> FunctionType | staticmethod:
+    """Return the method that rotates by the kernel, in the place of one of a class."""
+    rotate, function = _Rotate(found), getattr(original, "__func__", original)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        if not isinstance(found, RotatingMethod):
+            return rotate(function, args, kwargs) if found.holds() else function(*args, **kwargs)
+        own = functools.partial(function, args[0])
+        return rotate(own, args[1:], kwargs) if found.fits(args[0]) else own(*args[1:], **kwargs)
+
+    functools.update_wrapper(method, function)
+    setattr(method, METHOD, (found, original))
+    return staticmethod(method) if isinstance(original, staticmethod) else method  # type: ignore[return-value]
+
+
+def method_in_place(cls: type, name: str) -> tuple[Rotation | None, FunctionType | staticmethod]:
+    """Return how a method of a class rotates that is there in the place of its own, None for its own; and its own."""
+    value = vars(cls)[name]
+    return getattr(getattr(value, "__func__", value), METHOD, (None, value))
 
 
 class _Rotate:

@@ -131,27 +131,6 @@ def test_a_function_that_is_served_is_not_served_twice(registered) -> None:
     assert_same(model(x.npu(), x.npu()), plain(x, x))
 
 
-class ByMethods(Tables):
-    """Does more than rotate."""
-
-    def apply_rope(self, x, cos, sin):
-        return x * cos + torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1) * sin
-
-    @staticmethod
-    def apply_rotary(x, cos, sin):
-        return x * cos - torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1) * sin
-
-    def forward(self, q, k):
-        return (self.apply_rope(q, self.cos, self.sin) @ self.apply_rotary(k, self.cos, self.sin).mT).softmax(-1)
-
-
-def test_the_report_says_of_methods_that_nothing_takes_their_place(registered) -> None:
-    found = [(row.path, row.class_name, row.swapped, row.reason) for row in rows(kernelized(ByMethods()))]
-    reason = "it is a method: kernels take the place of modules, and of functions of a file"
-    names = ["apply_rope", "apply_rotary"]
-    assert found == [(f"part.{name}", f"ByMethods.{name}", False, reason) for name in names]
-
-
 def test_cos_and_sin_are_asked_for_once_for_queries_and_keys_of_all_layers(registered) -> None:
     model = kernelized(CachedPairs())
     q, k, positions = on("npu", (heads(False), heads(False, M), torch.randint(LONGEST, (B, S))))

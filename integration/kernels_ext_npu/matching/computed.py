@@ -28,6 +28,7 @@ class Computed(NamedTuple):
     behind: Steps = ()
     casts_back: bool = False  # to the dtype of the first argument
     wants_one_dtype: bool = False  # for arguments and parameters: in several the layer would round in another way
+    casts: bool = True  # what it computes: without, autocast decides the dtype of what is returned
     returned: tuple[Any, ...] | None = None  # of what is returned, where the tensor is not all of it
     refused: Reason | None = None  # why no layer takes its place
     rotation: RotatingModule | None = None  # of a module that rotates

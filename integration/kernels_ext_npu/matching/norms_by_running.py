@@ -28,6 +28,7 @@ from kernels_ext_npu.matching.watched_runs import (
 _MEANS = {"mean", "sum", "norm", "vector_norm", "rms_norm", "var", "var_mean", "std", "layer_norm", "einsum"}
 _TORCHS = torch.finfo(torch.float64).eps  # what torch's rms_norm takes in float64 if it is given no eps
 _LEAST_LENGTH = 1e-12  # torch's default: what is as short is a zero that was rounded
+_CASTS = {"to", "_to_copy"}
 _IN_ONE_OPERATOR = {"native_layer_norm"}  # torch's layer norm has a kernel of its own
 _DTYPES = [
     (torch.bfloat16, torch.bfloat16),
@@ -134,6 +135,7 @@ class _Norm:
             numbers=(("variance_epsilon", self.eps), *self.kind.numbers, *sizes),
             casts_back=rounding.casts_back,
             wants_one_dtype=wants_one_dtype,
+            casts=not _CASTS.isdisjoint(self.watch.called),
             returned=self.watch.returned,
         )
 

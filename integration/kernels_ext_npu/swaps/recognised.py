@@ -198,8 +198,9 @@ def _forward_with(package: ModuleType, what: Recognised, matched: FunctionType) 
     layer = getattr(package.layers, computed.layer).forward
 
     def holds(module: nn.Module) -> bool:
-        is_settled = not torch.compiler.is_compiling() and module_settings.has_settings(module, what.settings)
-        return is_settled and _are_unwatched(module, what)
+        if torch.compiler.is_compiling() or (torch.is_autocast_enabled("npu") and not computed.casts):
+            return False
+        return module_settings.has_settings(module, what.settings) and _are_unwatched(module, what)
 
     def compute(module: nn.Module, x: Tensor, *others: Tensor | None) -> Any:
         roles = _Roles(module, what, matched)

@@ -73,6 +73,22 @@ def test_it_is_served_by_the_layer_that_computes_the_same(served) -> None:
     torch.testing.assert_close(model(*(each.npu() for each in x)).cpu(), plain(*x), rtol=1e-5, atol=1e-5)
 
 
+WITHOUT_CASTS = [
+    cls for cls in SERVED if cls.__name__ in ("PlainNorm", "UnitLengthNorm", "Centred", "FusedMomentsLayerNorm")
+]
+
+
+@pytest.mark.parametrize("served", [*WITHOUT_CASTS, MetaNorm, MetaMLP], indirect=True)
+def test_under_autocast_it_gives_what_its_class_gives_there(served) -> None:
+    """On the NPU, whose autocast has operators of its own; those without casts give what autocast makes of them."""
+    model, plain = served[0].bfloat16(), served[1].bfloat16().to("npu")
+    x = [each.to("npu") for each in given(plain, torch.bfloat16)]
+    with torch.no_grad(), torch.autocast("npu", torch.bfloat16):
+        found, expected = model(*x), plain(*x)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found.float(), expected.float(), rtol=2**-6, atol=2**-6)  # of 16 bits, rounded apart
+
+
 def products(call) -> int:
     softnpu.reset_counters()
     call()

@@ -111,7 +111,7 @@ def forward(
     factors = _state_factors(chunks, intra, keys)
     new_values = torch.bmm(intra.ut_inverse, value)
     update = torch.bmm(keys.k_beta_to_end.transpose(-1, -2), new_values)
-    states = scan_chunks(factors.neg_transition, update.unflatten(0, (-1, chunks.rows)), state)
+    states = scan_chunks(factors.neg_transition, update.unflatten(0, (chunks.number, chunks.rows)), state)
     state_query = q_cumdecay.sub_(torch.bmm(factors.intra_chunk_attn, factors.k_cumdecay))
     before = states.before.flatten(0, 1)
     out = torch.bmm(factors.intra_chunk_attn, new_values).add_(torch.bmm(state_query, before))
@@ -174,7 +174,7 @@ def _state_factors(chunks: Chunks, intra: IntraChunk, keys: DecayedKeys) -> _Sta
     eye = torch.eye(neg_transition.shape[-1], dtype=neg_transition.dtype, device=neg_transition.device)
     # a whole matrix, since only the AI CPU writes to a diagonal: solve_tril.py
     neg_transition.addcmul_(eye, keys.chunk_decay.unsqueeze(-1), value=-1)
-    return _StateFactors(intra_chunk_attn, k_cumdecay, neg_transition.unflatten(0, (-1, chunks.rows)))
+    return _StateFactors(intra_chunk_attn, k_cumdecay, neg_transition.unflatten(0, (chunks.number, chunks.rows)))
 
 
 def _state_gradients(
@@ -193,7 +193,7 @@ def _state_gradients(
     """
     keys = _intra(chunks).decay_keys(chunks, decays)
     factors = _state_factors(chunks, intra, keys)
-    update = torch.bmm(saved.state_query.transpose(-1, -2), grad).unflatten(0, (-1, chunks.rows))
+    update = torch.bmm(saved.state_query.transpose(-1, -2), grad).unflatten(0, (chunks.number, chunks.rows))
     d_states = scan_chunks(factors.neg_transition.transpose(-1, -2), update, grad_state, backwards=True)
     before, d_behind = states.flatten(0, 1), d_states.before.flatten(0, 1)
     d_v_new = torch.bmm(factors.intra_chunk_attn.transpose(-1, -2), grad).add_(torch.bmm(keys.k_beta_to_end, d_behind))

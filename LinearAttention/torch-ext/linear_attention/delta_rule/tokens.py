@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..utils.chunk_layout import from_chunks, to_chunks
+from ..utils.chunk_layout import from_chunks, num_chunks, to_chunks
 from ..utils.l2norm import l2norm_factor, l2norm_gradient
 from ..utils.packed_sequences import SequenceMasks
 from .decays import LogDecays, g_gradient
@@ -49,6 +49,7 @@ class Chunks:
         query, key: normalised and scaled, ``[M / heads_per_key, C, K]``; M counts chunks, rows and heads.
         beta: ``[M, C, 1]``.
         log_decays: g, of one channel or of K.
+        number: how many chunks a row has.
         rows: rows times heads.
         heads_per_key: how many heads share one query and key here. Where each channel has a decay it is one: there each
             head has copies.
@@ -58,6 +59,7 @@ class Chunks:
     key: Tensor
     beta: Tensor
     log_decays: LogDecays
+    number: int
     rows: int
     heads_per_key: int
 
@@ -79,7 +81,8 @@ def chunk_tokens(tokens: Tokens, factors: NormFactors, masks: SequenceMasks | No
     copies = groups if tokens.g.shape[-1] > 1 else 1
     query, key = to_chunks(tokens.query, copies, factors.query), to_chunks(tokens.key, copies, factors.key)
     log_decays, beta = LogDecays(to_chunks(tokens.g), masks), to_chunks(tokens.beta.unsqueeze(-1))
-    return Chunks(query, key, beta, log_decays, heads * len(tokens.value), groups // copies)
+    rows, length = tokens.value.shape[:2]
+    return Chunks(query, key, beta, log_decays, num_chunks(length), heads * rows, groups // copies)
 
 
 def token_gradients(

@@ -65,7 +65,7 @@ def unstack_heads(x: Tensor, heads_per_key: int) -> Tensor:
 
 def pad_to_chunks(x: Tensor) -> Tensor:
     """Return ``[B, T, ...]`` with zeros behind the tokens, up to a whole number of chunks."""
-    missing = -x.shape[1] % CHUNK
+    missing = num_chunks(x.shape[1]) * CHUNK - x.shape[1]
     return nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, missing)) if missing else x
 
 
@@ -76,5 +76,6 @@ def num_chunks(length: int) -> int:
 
 def _view_chunks(x: Tensor, copies: int) -> Tensor:
     """View ``[B, T, H, D]`` as ``[N, B, H, C, D]``, or as ``[N, B, H, copies, C, D]``."""
-    x = pad_to_chunks(x).unflatten(1, (-1, CHUNK)).permute(1, 0, 3, 2, 4)
+    # every number of chunks is written alike: a compiler would prove for minutes that two ways to count them agree
+    x = pad_to_chunks(x).unflatten(1, (num_chunks(x.shape[1]), CHUNK)).permute(1, 0, 3, 2, 4)
     return x if copies == 1 else x.unsqueeze(3).expand(-1, -1, -1, copies, -1, -1)

@@ -100,13 +100,14 @@ def assert_equal_computed(found: Computed, expected: Computed, limit: float) -> 
 
 
 def in_float64(side: Side) -> Computed | None:
-    """Return what a model computes in float64; None where a copy of it cannot."""
-    return _by_a_copy(side, nn.Module.double)
+    """Return what a model computes in float64; None where it cannot."""
+    return _with_others(side, [*side.model.parameters(), *side.model.buffers()], lambda tensor: tensor.double())
 
 
 def rounded_otherwise(side: Side) -> list[Computed]:
     """Return what a model computes from weights of which half are off by a rounding: what others may round apart."""
-    found = (_by_a_copy(side, partial(_round_otherwise, seed=seed)) for seed in range(3))
+    rounds = (partial(_round_otherwise, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    found = (_with_others(side, [*side.model.parameters()], each) for each in rounds)
     return [one for one in found if one is not None and one.are_numbers]
 
 
@@ -116,24 +117,23 @@ def copied(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(x): x.detach() for x in held if not x.is_leaf})
 
 
-def _by_a_copy(side: Side, change: Callable[[nn.Module], nn.Module]) -> Computed | None:
-    model = side.model
+def _with_others(side: Side, tensors: list[Tensor], change: Callable[[Tensor], Tensor]) -> Computed | None:
+    """Compute with other numbers in tensors, and put theirs back; a copy would lose what wraps a forward."""
+    before = [tensor.data for tensor in tensors]
     try:
-        side.model = change(copied(model))
+        for tensor, data in zip(tensors, before):
+            tensor.data = change(data) if data.is_floating_point() else data
         return computed(side, 0.0)
     except Exception:  # of whatever a user has put into it
         return None
     finally:
-        side.model = model
+        for tensor, data in zip(tensors, before):
+            tensor.data = data
 
 
-@torch.no_grad()
-def _round_otherwise(model: nn.Module, seed: int) -> nn.Module:
-    generator = torch.Generator().manual_seed(seed)
-    for weight in model.parameters():
-        one = torch.rand(weight.shape, generator=generator) < 0.5
-        weight.mul_(1 + one.to(weight.dtype) * torch.finfo(weight.dtype).eps)
-    return model
+def _round_otherwise(weight: Tensor, generator: torch.Generator) -> Tensor:
+    one = torch.rand(weight.shape, generator=generator) < 0.5
+    return weight * (1 + one.to(weight.dtype) * torch.finfo(weight.dtype).eps)
 
 
 def is_as_near(found: Computed, others: Sequence[Computed], exact: Computed, limit: float) -> bool:

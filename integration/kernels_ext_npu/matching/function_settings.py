@@ -12,6 +12,7 @@ from kernels_ext_npu.transformers_internals import cells, is_kernel_function, or
 
 Setting = tuple[dict[str, Any], str, Any]  # globals, a name in them, and what it was
 _PURE = ("torch", "einops")  # libraries whose functions read nothing that changes
+IN_PLACE = "_kernels_in_place_of"  # attribute of a method of ours: the one of the class
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -29,7 +30,7 @@ def read_globals(function: FunctionType, cls: type = object) -> tuple[Setting, .
             return None
         names, read = each.__globals__, names_in(each.__code__)
         methods = [members[name] for members in own for name in read & members.keys()]
-        helpers = [*held, *(getattr(method, "__func__", method) for method in methods)]
+        helpers = [*held, *map(own_method, methods)]
         for name in sorted(read & names.keys()):
             value = _unbound(names[name])
             if not isinstance(value, (FunctionType, BuiltinFunctionType, ModuleType, type, *CONSTANTS)):
@@ -39,6 +40,12 @@ def read_globals(function: FunctionType, cls: type = object) -> tuple[Setting, .
         functions = [helper for helper in dict.fromkeys(helpers) if isinstance(helper, FunctionType)]
         waiting += [h for h in functions if h not in waiting and h.__module__.partition(".")[0] not in _PURE]
     return tuple(found.values())
+
+
+def own_method(value: Any) -> Any:
+    """Return the function of a method as its class has it, also where one of ours is in its place."""
+    own = getattr(getattr(value, "__func__", value), IN_PLACE, value)
+    return getattr(own, "__func__", own)
 
 
 def hold(settings: tuple[Setting, ...]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from kernels_ext_npu.matching.function_settings import CONSTANTS, names_in, read_globals
+from kernels_ext_npu.matching.function_settings import CONSTANTS, names_in, own_method, read_globals
 from kernels_ext_npu.matching.rotary_forms import Signature
 from kernels_ext_npu.matching.rotations_by_running import Rotation, find_rotation
 from kernels_ext_npu.matching.watched_runs import NotRecognisedError
@@ -37,8 +37,9 @@ class RotatingMethod(Rotation):
         super().__init__(function, Signature(method, 1), settings or ())
         self.members, self.is_readable = members, settings is not None
 
-    def fits(self, module: Any) -> bool:
+    def fits(self, *modules: Any) -> bool:
         """Tell whether a module has the settings that the method was read with."""
+        (module,) = modules
         found = ((getattr(module, name, None), value) for name, value in self.members)
         return self.holds() and all(type(each) is type(value) and each == value for each, value in found)
 
@@ -72,12 +73,12 @@ def _members_read(module: nn.Module, method: FunctionType) -> Members | None:
     for function in waiting:  # grows while it runs
         read = names_in(function.__code__) - names
         names |= read
-        called = [getattr(members[name], "__func__", members[name]) for name in read & members.keys()]
+        called = [own_method(members[name]) for name in read & members.keys()]
         waiting += [each for each in called if isinstance(each, FunctionType) and each not in waiting]
     if names & {*module._parameters, *module._buffers, *module._modules}:
         return None
     found = {name: members[name] for name in sorted(names & members.keys())}
     settings = tuple((name, value) for name, value in found.items() if isinstance(value, CONSTANTS))
-    others = [value for name, value in found.items() if not isinstance(value, CONSTANTS)]
-    are_methods = all(isinstance(value, (FunctionType, staticmethod, classmethod)) for value in others)
-    return settings if are_methods and names.isdisjoint(vars(module).keys() - dict(settings).keys()) else None
+    others = {name: value for name, value in found.items() if not isinstance(value, CONSTANTS)}
+    are_methods = all(isinstance(value, (FunctionType, staticmethod, classmethod)) for value in others.values())
+    return settings if are_methods and others.keys().isdisjoint(vars(module)) else None

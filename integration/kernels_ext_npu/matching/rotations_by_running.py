@@ -96,6 +96,10 @@ class Rotation:
         """Tell whether what the function was read from is as it was."""
         return hold(self.settings)
 
+    def fits(self, *modules: Any) -> bool:
+        """Tell whether it is what is called, of a module where it is a method."""
+        return self.holds()
+
     def plan(self, values: Sequence[Any]) -> Plan | None:
         """Return what it computes of arguments, one for each parameter; None if that is unknown."""
         for form in self._forms_called(values):

@@ -167,7 +167,7 @@ class Decision:
         is_candidate: as a row has it.
         function: the name in its file of the function that it is about, None for a module.
         class_name: of the module or function.
-        make: makes the forward or method that is to take its place, where a mechanism of ours has one.
+        make: makes the forward that is to be bound, or puts the method into its class, where a mechanism of ours does.
     """
 
     path: str

@@ -32,7 +32,6 @@ from kernels_ext_npu.matching import classification
 from kernels_ext_npu.matching.function_scan import CalledFunction
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.pattern import Pattern
-from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 from kernels_ext_npu.transformers_internals import is_kernel_function, original_function, package_function
@@ -138,8 +137,7 @@ def _refusal(
         foreign = forward_binding.foreign_name(original, callee.file) if original else None
         if foreign:
             return f"another library replaced it: {foreign}"
-        seen = rotation and rotation.refused
-        return Reason("unknown", f"{refusals.FUNCTION_UNKNOWN}: {seen}") if seen else refusals.FUNCTION_UNKNOWN
+        return refusals.unknown_function(rotation.refused if rotation else None)
     if is_ours or is_elsewhere(module):
         return refusals.elsewhere(module)
     if (left_out := refusals.left_out(pattern.repository if pattern else _ROTATES)) is not None:

@@ -59,13 +59,11 @@ def find(view: View) -> Iterator[Decision]:
 
 def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     """Bind the forwards, and take those out of modules that compute something else by now."""
-    all_wanted = [decision for decision in decisions if decision.reason in (None, refusals.OTHER_SETTINGS)]
-    wanted = [decision for decision in all_wanted if decision.function is None]
-    for method in all_wanted:
-        if method.function is not None and method.make is not None and method.present is None:
-            cls = _rotary_methods(type(method.module))[method.function]
-            swapping.registration.patches.attribute(cls, method.function, method.make())
-    fitting = {decision.module: decision.make for decision in wanted}
+    wanted = [decision for decision in decisions if decision.reason in (None, refusals.OTHER_SETTINGS)]
+    for method in wanted:
+        if method.function is not None and method.make is not None:
+            method.make()
+    fitting = {decision.module: decision.make for decision in wanted if decision.function is None}
     forwards = {module: make() for module, make in fitting.items() if make is not None}
     for module in view.owned(_OWNER):
         if vars(module)["forward"].__func__ is not forwards.get(module):
@@ -117,33 +115,26 @@ def _rotary_methods(cls: type[nn.Module]) -> dict[str, type[nn.Module]]:
 def _decide_method(path: str, module: nn.Module, cls: type[nn.Module], name: str) -> Decision:
     """Decide of a method, which may be replaced where it reads no more of its module than settings."""
     from kernels_ext_npu.matching.rotating_methods import find_rotating_method
-    from kernels_ext_npu.swaps.rotations import make_method, method_in_place
+    from kernels_ext_npu.swaps.rotations import method_in_place, place_method
 
-    present, own = method_in_place(cls, name)
+    own, rotations = method_in_place(cls, name)
     found = find_rotating_method(module, own)
-    layer = (found and found.layer) or None
-    if found is None:
-        reason: str | None = refusals.METHOD
-    elif layer is None:
-        reason = (
-            Reason("unknown", f"{refusals.FUNCTION_UNKNOWN}: {found.refused}")
-            if found.refused
-            else refusals.FUNCTION_UNKNOWN
-        )
-    else:
+    layer = found.layer or None if found is not None else None
+    if layer is not None:
         reason = refusals.elsewhere(module) or refusals.unwanted(module, LAYERS[layer])
-        reason = reason or (refusals.OTHER_SETTINGS if present not in (None, found) else None)
+    else:
+        reason = refusals.METHOD if found is None else refusals.unknown_function(found.refused)
     return Decision(
         path,
         module,
         layer,
         reason,
-        present.layer if present is not None else None,
+        layer if reason is None and found in (rotations or ()) else None,
         refusals.left_calls(found.left) if found is not None and found.left else None,
         kind=ROTARY.in_models,
         function=name,
         class_name=f"{cls.__name__}.{name}",
-        make=None if found is None or layer is None else functools.partial(make_method, found, own),
+        make=functools.partial(place_method, cls, name, found) if found is not None and layer else None,
     )
 
 

@@ -32,6 +32,11 @@ OTHER_SETTINGS = Reason("settings", "its settings are others now")
 AT_FIRST_CALL = Reason("at first call", "swapped in when the model is first called on the NPU")
 
 
+def unknown_function(seen: str | None) -> Reason:
+    """Say of a function or method that no kernel computes it, and what it was seen to do that is in no rotation."""
+    return Reason("unknown", f"{FUNCTION_UNKNOWN}: {seen}") if seen else FUNCTION_UNKNOWN
+
+
 def calls_itself(operator: str) -> Reason:
     """Say of a module whose forward is made for NPUs which operator it calls."""
     return Reason("own operator", f"its forward calls {operator} itself")

@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_forward
 from kernels_ext_npu.catalogue import LAYERS
+from kernels_ext_npu.matching.function_settings import IN_PLACE
 from kernels_ext_npu.matching.module_settings import has_settings
-from kernels_ext_npu.matching.rotating_methods import RotatingMethod
 from kernels_ext_npu.matching.rotating_modules import held_tensors
 from kernels_ext_npu.matching.rotations_by_running import Plan, Rotation, ask, make_question
 
 if TYPE_CHECKING:
     from kernels_ext_npu.matching.computed import Recognised
 
-METHOD = "_kernels_rotating_method"  # attribute of a method of ours: what it rotates as, and the one of the class
+_ROTATIONS = "_kernels_rotations"  # attribute of a method of ours: what it rotates as, by the kernel
+Rotations = dict[Rotation, "_Rotate"]
 
 
 def make_forward(found: Rotation) -> FunctionType:
@@ -58,27 +59,38 @@ def make_module_forward(what: Recognised, matched: FunctionType) -> FunctionType
     return forward  # type: ignore[return-value]
 
 
-def make_method(found: Rotation, original: FunctionType | staticmethod) -> FunctionType | staticmethod:
-    """Return the method that rotates by the kernel, in the place of one of a class."""
-    rotate, function = _Rotate(found), getattr(original, "__func__", original)
-
-    def method(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        if not isinstance(found, RotatingMethod):
-            return rotate(function, args, kwargs) if found.holds() else function(*args, **kwargs)
-        own = functools.partial(function, args[0])
-        return rotate(own, args[1:], kwargs) if found.fits(args[0]) else own(*args[1:], **kwargs)
-
-    functools.update_wrapper(method, function)
-    setattr(method, METHOD, (found, original))
-    return staticmethod(method) if isinstance(original, staticmethod) else method  # type: ignore[return-value]
+def place_method(cls: type, name: str, found: Rotation) -> None:
+    """Let a method of a class rotate by the kernel for modules whose settings are those that it was found with."""
+    original, rotations = method_in_place(cls, name)
+    if rotations is None:
+        assert registration.current is not None
+        rotations = {}
+        registration.current.patches.attribute(cls, name, _make_method(original, rotations))
+    if found not in rotations:
+        rotations[found] = _Rotate(found)
 
 
-def method_in_place(cls: type, name: str) -> tuple[Rotation | None, FunctionType | staticmethod]:
-    """Return how a method of a class rotates that is there in the place of its own, None for its own; and its own."""
+def method_in_place(cls: type, name: str) -> tuple[FunctionType | staticmethod, Rotations | None]:
+    """Return a method as its class has it, and the rotations for which another is there in its place; None if none."""
     value = vars(cls)[name]
-    return getattr(getattr(value, "__func__", value), METHOD, (None, value))
+    function = getattr(value, "__func__", value)
+    return getattr(function, IN_PLACE, value), getattr(function, _ROTATIONS, None)
+
+
+def _make_method(original: FunctionType | staticmethod, rotations: Rotations) -> FunctionType | staticmethod:
+    is_static, function = isinstance(original, staticmethod), getattr(original, "__func__", original)
+
+    @functools.wraps(function)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        module, given = ((), args) if is_static else (args[:1], args[1:])
+        for found, rotate in () if torch.compiler.is_compiling() else rotations.items():
+            if found.fits(*module):
+                return rotate(functools.partial(function, *module), given, kwargs)
+        return function(*args, **kwargs)
+
+    setattr(method, IN_PLACE, original)
+    setattr(method, _ROTATIONS, rotations)
+    return staticmethod(method) if is_static else method  # type: ignore[return-value]
 
 
 class _Rotate:

@@ -157,11 +157,33 @@ def test_a_module_whose_settings_are_others_rotates_by_itself(registered) -> Non
     model.part.factor = 4
     with pytest.raises(RuntimeError):  # as without kernels: halves are no quarters
         model(x)
-    (row,) = rows(model)
-    assert not row.swapped
-    assert "its settings are others now" in row.reason or "no kernel computes" in row.reason
+    assert [(row.swapped, row.reason) for row in rows(model)] == [(False, "no kernel computes what it computes")]
     del model.part.factor
     assert launched(lambda: model(x)) == 2
+
+
+class Scaled(BySettings):
+    scale = 1.0
+
+    def apply_rotary(self, x, cos, sin):
+        return self.scale * super().apply_rotary(x, cos, sin)
+
+
+def test_modules_of_a_class_may_have_settings_of_their_own(registered) -> None:
+    plain, x = nn.ModuleList([Scaled(), Scaled()]), inputs()
+    plain[1].scale = 0.5
+    model, mine = kernelized(copy.deepcopy(plain)), x.detach().npu().requires_grad_()
+    assert [row.swapped for row in rows(model)] == [True, True]
+    for part, own in zip(model.part, plain):
+        assert launched(lambda part=part: part(mine)) == 2
+        assert_same(part(mine), own(x))
+    model.part[0].scale = 2.0
+    assert launched(lambda: model.part[0](mine)) == 0
+    assert [row.swapped for row in rows(model)] == [False, True]
+    kernels_ext_npu.kernelize(model)
+    plain[0].scale = 2.0
+    assert launched(lambda: model.part[0](mine)) == 2
+    assert_same(model.part[0](mine), plain[0](x))
 
 
 def test_a_compiled_module_traces_its_own_method(registered) -> None:

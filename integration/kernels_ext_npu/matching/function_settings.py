@@ -60,5 +60,6 @@ def _unbound(value: Any) -> Any:
 
 
 def names_in(code: Any) -> set[str]:
+    """Return the names of globals and attributes in the code of a function, and of the functions in it."""
     inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, type(code))]
     return set(code.co_names).union(*inner)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import dis
 import functools
 import inspect
 from collections.abc import Collection, Iterator
@@ -14,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+
+from kernels_ext_npu.matching.function_settings import names_in
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 _OWN_TO_TORCH = {*vars(nn.Module()), "training"}
@@ -147,8 +148,7 @@ def _globals_read(cls: type[nn.Module], _: Any) -> tuple[tuple[FunctionType, str
         names = function.__globals__
         if names.get("__name__", "").startswith(("torch.", "transformers.")):
             continue
-        steps = [step for code in _codes([function.__code__]) for step in dis.get_instructions(code)]
-        for name in sorted({step.argval for step in steps if step.opname == "LOAD_GLOBAL"} & names.keys()):
+        for name in sorted(names_in(function.__code__) & names.keys()):
             if isinstance(names[name], FunctionType) and names[name] not in waiting:
                 waiting.append(names[name])
             elif _is_plain(names[name]):
@@ -168,17 +168,14 @@ def is_linear(child: Any) -> bool:
 
 
 def codes_in(cls: type) -> Iterator[CodeType]:
-    """Return the code of the methods of a class itself, also of decorated ones, and of the functions in them."""
-    return _codes([function.__code__ for function in _functions_in(cls)])
+    """Yield the code of the methods of a class itself, also of decorated ones, and of the functions in them."""
+    codes = [function.__code__ for function in _functions_in(cls)]
+    for code in codes:  # grows while it runs
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        yield code
 
 
 def _functions_in(cls: type) -> list[FunctionType]:
     functions = [value for value in vars(cls).values() if isinstance(value, FunctionType)]
     functions += [each for each in map(inspect.unwrap, functions) if isinstance(each, FunctionType)]
     return list(dict.fromkeys(functions))
-
-
-def _codes(codes: list[CodeType]) -> Iterator[CodeType]:
-    for code in codes:  # grows while it runs
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        yield code

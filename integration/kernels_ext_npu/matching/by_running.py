@@ -18,6 +18,7 @@ from kernels_ext_npu.matching.activations_by_running import find_activation
 from kernels_ext_npu.matching.computed import Recognised
 from kernels_ext_npu.matching.mlps_by_running import find_gated_mlp
 from kernels_ext_npu.matching.module_settings import is_opaque, read_settings
+from kernels_ext_npu.matching.moe_blocks_by_running import find_moe_block
 from kernels_ext_npu.matching.norms_by_running import find_norm
 from kernels_ext_npu.matching.rotating_modules import find_rotating_module, held_tensors, read_helpers, tensor_names
 from kernels_ext_npu.matching.watched_runs import OwnOperatorError, attempt, isolated
@@ -36,11 +37,13 @@ def recognise(module: nn.Module) -> Recognised | str | None:
     held = tuple((name, each.shape, each.dtype) for name, each in zip(tensors, held_tensors(module, tensors)))
     helpers = read_helpers(type(module), tensors)
     read = None if helpers is None else tuple((name, value) for _, name, value in helpers)
-    key = settings, opaque, shapes, held, read
+    lists = _in_blocks(module)
+    key = settings, opaque, shapes, held, read, lists
     if key not in _known:
         rotating = () if helpers is None else (functools.partial(find_rotating_module, helpers),)
         plain: tuple[Any, ...] = (find_norm, find_activation, find_gated_mlp, *rotating)
-        finders = rotating if tensors else (find_gated_mlp,) if opaque else plain
+        block = (functools.partial(find_moe_block, recognise),) if lists else ()
+        finders = rotating if tensors else (find_gated_mlp, *block) if opaque else plain
         try:
             with isolated():
                 found = next(filter(None, (attempt(find, module) for find in finders)), None)
@@ -48,3 +51,12 @@ def recognise(module: nn.Module) -> Recognised | str | None:
         except OwnOperatorError as error:
             _known[key] = str(error)
     return _known[key]
+
+
+def _in_blocks(module: nn.Module) -> tuple[Any, ...]:
+    """Return what a module with a list of modules is known by: the first of the list, and what is beside it."""
+    lists = {name: child for name, child in module._modules.items() if isinstance(child, nn.ModuleList) and child}
+    first = tuple((name, len(each), type(each[0]), read_settings(each[0])) for name, each in lists.items())
+    others = {name: child for name, child in module._modules.items() if child is not None and name not in lists}
+    beside = tuple((name, read_settings(child, tuple(child._buffers))) for name, child in others.items())
+    return (first, beside) if lists else ()

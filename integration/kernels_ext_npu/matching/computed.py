@@ -10,6 +10,7 @@ from kernels_ext_npu.matching.module_settings import Settings
 from kernels_ext_npu.reasons import Reason
 
 if TYPE_CHECKING:
+    from kernels_ext_npu.matching.moe_blocks import MoEBlock
     from kernels_ext_npu.matching.rotating_modules import RotatingModule
 
 Steps = tuple["str | float", ...]  # children that are called one after the other; a number is the rate of a dropout
@@ -32,6 +33,7 @@ class Computed(NamedTuple):
     returned: tuple[Any, ...] | None = None  # of what is returned, where the tensor is not all of it
     refused: Reason | None = None  # why no layer takes its place
     rotation: RotatingModule | None = None  # of a module that rotates
+    block: MoEBlock | None = None  # of a module that sends tokens to experts in a list
 
 
 class Recognised(NamedTuple):

@@ -105,7 +105,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 _GATE_LAST = Reason("no operator", "no operator: the gate is the second half, and the operator takes SiLU of the first")
 _HALVES = {"chunk", "split", "unbind", "narrow"}
-_MODULES = {"SwiGLUMLP": nn.SiLU(), "GeGLUMLP": nn.GELU(approximate="tanh"), "ExactGeGLUMLP": nn.GELU()}
+ACTIVATION_MODULES = {"SwiGLUMLP": nn.SiLU(), "GeGLUMLP": nn.GELU(approximate="tanh"), "ExactGeGLUMLP": nn.GELU()}
 _PLAIN = [_Formula(layer, lambda gate, up, act=act: act(gate) * up) for layer, act in _ACTIVATIONS.items()]  # type: ignore[misc]
 
 
@@ -256,7 +256,7 @@ def _computed(
 ) -> Computed | None:
     """Return the layer that computes a formula and what is called behind it, times a factor; None if there is none."""
     gate, up, down = names
-    activation = _MODULES.get(formula.layer)
+    activation = ACTIVATION_MODULES.get(formula.layer)
     if (formula not in _PLAIN or factor != 1) and (between or gate == up):
         return None
     if gate == up and between:

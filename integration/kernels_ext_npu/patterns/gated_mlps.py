@@ -197,6 +197,11 @@ def _refuse_projections(module: nn.Module, groups: tuple[tuple[str, ...], ...]) 
     return misread(None, missing[0]) if missing else None
 
 
+def projection_names(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Return the names of gate, up and down in a class whose forward is that of a gated MLP with three projections."""
+    return _named_projections(cls.forward, _THREE_PROJECTIONS)  # type: ignore[arg-type]
+
+
 @cache
 def _named_projections(forward: FunctionType, groups: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
     return next(group for group in groups if group[0] in forward.__code__.co_names)

@@ -29,6 +29,7 @@ from kernels_ext_npu.swaps.gate_up_layout import why_apart
 
 if TYPE_CHECKING:
     from kernels_ext_npu.matching.computed import Recognised, Steps
+    from kernels_ext_npu.matching.moe_blocks import MoEBlock
 
 _OWNER = "recognised"
 _IDENTITY = nn.Identity()
@@ -74,6 +75,10 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
         set_forward(module, forward, _OWNER)
         if (pair := _gate_and_up(module, view.recognised[module])) is not None:
             registration.package("SwiGLU").packing.pack(*pair)
+    for module, block in _blocks(view, forwards):  # once their experts have their forwards
+        from kernels_ext_npu.swaps import moe_blocks
+
+        moe_blocks.prepare(module, block)
 
 
 def revert(view: View) -> None:
@@ -86,8 +91,14 @@ def revert(view: View) -> None:
 
 
 def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
-    """Say of gated MLPs why they multiply twice."""
+    """Say of gated MLPs why they multiply twice, and of blocks why they compute expert by expert."""
     found: dict[Decision, str] = {}
+    decisions = {decision.module: decision for decision in served}
+    for module, block in _blocks(view, decisions):
+        from kernels_ext_npu.swaps import moe_blocks
+
+        if (remark := moe_blocks.remark(module, block)) is not None:
+            found[decisions[module]] = remark
     if (package := registration.try_package("SwiGLU")) is None:
         return found
     for decision in served:
@@ -138,6 +149,12 @@ def _decide_method(path: str, module: nn.Module, cls: type[nn.Module], name: str
     )
 
 
+def _blocks(view: View, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, MoEBlock]]:
+    """Return those of some modules that send tokens to experts in a list."""
+    known = [(module, view.recognised[module].computed.block) for module in modules if module in view.recognised]
+    return [(module, block) for module, block in known if block is not None]
+
+
 def _gate_and_up(module: nn.Module, what: Recognised) -> tuple[Any, Any] | None:
     """Return the projections of a gated MLP whose weights are laid side by side; None if there are no two."""
     roles: dict[str, Any] = dict(what.computed.projections)
@@ -186,6 +203,13 @@ def _forward_with(package: ModuleType, what: Recognised, matched: FunctionType) 
         turning.__qualname__ = f"{_OWNER}.{turning.__name__}"
         setattr(turning, _WHAT, what)
         return turning
+    if computed.block is not None:
+        from kernels_ext_npu.swaps import moe_blocks
+
+        at_once = moe_blocks.make_block_forward(what, matched)
+        at_once.__qualname__ = f"{_OWNER}.{at_once.__name__}"
+        setattr(at_once, _WHAT, what)
+        return at_once
     layer = getattr(package.layers, computed.layer).forward
 
     def holds(module: nn.Module) -> bool:

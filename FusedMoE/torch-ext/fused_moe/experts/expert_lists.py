@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -54,20 +54,21 @@ class ListedExperts(NamedTuple):
     activation: Callable[[Tensor], Tensor]
 
 
-def unfit(block: nn.Module) -> str | None:
+def unfit(block: Any) -> str | None:
     """Say why the experts of a block are computed one after the other; None if they are not.
 
     Args:
-        block: has the list of its experts as ``experts``.
+        block: has the list of its experts as ``experts``. Where these have other names for their projections, it has
+            those of gate, up and down as ``expert_projections``, and the activation as ``expert_activation``.
 
     Returns:
         A clause that follows "since". It says nothing of what a call decides: :func:`fusable_experts` has the rest.
     """
-    found = _collect(block.experts)
+    found = _collect(block)
     return found if isinstance(found, str) else None
 
 
-def fusable_experts(block: nn.Module, hidden_states: Tensor, top_k: int) -> ListedExperts | None:
+def fusable_experts(block: Any, hidden_states: Tensor, top_k: int) -> ListedExperts | None:
     """Return the experts of a block that sends each token to ``top_k``; None where they are computed one by one.
 
     The reasons are what :func:`unfit` says, and: limits of the operators, another dtype, also by autocast, the CPU, and
@@ -77,7 +78,7 @@ def fusable_experts(block: nn.Module, hidden_states: Tensor, top_k: int) -> List
         return None
     if torch.is_autocast_enabled("npu") and torch.get_autocast_dtype("npu") != hidden_states.dtype:
         return None
-    found = _collect(block.experts)
+    found = _collect(block)
     if isinstance(found, str):
         return None
     weight = found.gate[0]
@@ -123,13 +124,16 @@ def fused_listed_experts(
     return permutation.UnpermuteFunction.apply(y, order, weights, index)
 
 
-def _collect(experts: nn.ModuleList) -> ListedExperts | str:
+def _collect(block: Any) -> ListedExperts | str:
     """Return the experts, or why they cannot be taken together. It looks at the host's objects only.
 
     Experts can be replaced and hooks added at any time: nothing is remembered.
     """
-    modules = list(experts._modules.values())
-    names = next((names for names in THREE_PROJECTIONS if modules and names[0] in modules[0]._modules), None)
+    experts = block.experts
+    modules: list[Any] = list(experts._modules.values())
+    names = getattr(block, "expert_projections", None)
+    if names is None:
+        names = next((names for names in THREE_PROJECTIONS if modules and names[0] in modules[0]._modules), None)
     if names is None:
         return f"the projections of the experts are none of {', '.join(name for n in THREE_PROJECTIONS for name in n)}"
     if any(is_intercepted(expert) for expert in modules):
@@ -144,7 +148,8 @@ def _collect(experts: nn.ModuleList) -> ListedExperts | str:
         weights, biases = found
         parameters.append(weights + biases)
         has_bias.append(bool(biases))
-    activations = [expert.act_fn for expert in modules]
+    given = getattr(block, "expert_activation", None)
+    activations = [expert.act_fn for expert in modules] if given is None else [given]
     activation = activations[0]
     if any(type(each) is not type(activation) for each in activations):
         return "the experts differ in their activation"

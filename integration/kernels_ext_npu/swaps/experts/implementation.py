@@ -128,7 +128,9 @@ def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
 
 def _remark(decision: Decision) -> str | None:
     module = decision.module
-    if decision.present in WITH_LISTS and not awaits_weights():
+    if decision.present in WITH_LISTS:
+        if bound_package(module) is None or awaits_weights():  # of other people's code, swaps/moe_blocks.py has them
+            return None
         reason = bound_package(module).expert_lists.unfit(module)
         return reason and f"expert by expert, since {reason}"
     kernel = serving_package(module)

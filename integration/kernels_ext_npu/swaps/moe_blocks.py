@@ -1,0 +1,123 @@
+"""Blocks of other people's code that send tokens to experts in a list (matching/moe_blocks_by_running.py).
+
+The gate is called as it is, and the experts of all tokens are computed at once, by FusedMoE. Where that cannot be, the
+forward of the block's class loops over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import FunctionType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels_ext_npu.binding import registration
+from kernels_ext_npu.binding.step_aside import guarded_forward
+from kernels_ext_npu.catalogue import LAYERS
+from kernels_ext_npu.matching.module_settings import Settings, has_settings
+from kernels_ext_npu.matching.moe_blocks import AddedLoss, MoEBlock, Routed
+from kernels_ext_npu.module_state import has_hooks
+
+if TYPE_CHECKING:
+    from kernels_ext_npu.matching.computed import Recognised
+
+
+def make_block_forward(what: Recognised, matched: FunctionType) -> FunctionType:
+    """Return the forward that computes all experts at once, for blocks that were recognised as the same."""
+    block: Any = what.computed.block
+    modes, package = dict(block.modes), _package()
+    choose: Callable[..., tuple[Tensor, Tensor]] = block.score and block.score.choose
+    if block.score is not None and block.score == type(block.score)(is_divided=block.score.is_divided):
+        choose = lambda logits, top_k: package.softmax_top_k(logits, top_k, block.score.is_divided)  # noqa: E731
+
+    def holds(module: nn.Module) -> bool:
+        is_known = module.training in modes and not torch.compiler.is_compiling()
+        return is_known and has_settings(module, what.settings) and _have_settings(module, block)
+
+    def forward(self: nn.Module, x: Tensor) -> Any:
+        rows, mode = x.reshape(-1, x.shape[-1]), modes[self.training]
+        experts = package.expert_lists.fusable_experts(_roles(self, block), rows, block.top_k)
+        if experts is None:
+            return matched(self, x)
+        given = self._modules[block.gate](rows if block.takes_rows else x)  # type: ignore[misc]
+        if block.score is None:
+            index, weights = given[block.index_at], given[block.weights_at]
+        else:
+            weights, index = choose(given.reshape(len(rows), -1), block.top_k)
+            given = (given,)
+        with torch.no_grad() if mode.is_detached else nullcontext():
+            y = package.expert_lists.fused_listed_experts(experts, rows, index, weights).view(x.shape)
+        y = y if mode.loss is None else AddedLoss.apply(y, given[mode.loss])
+        return _returned(mode.returned, _with_shared(self, block, x, rows, y), given)
+
+    return guarded_forward(forward, matched, holds)  # type: ignore[arg-type]
+
+
+def prepare(module: nn.Module, block: MoEBlock) -> None:
+    """Let the kernel remember the forwards of experts, which it does not call. It cannot while a graph is captured."""
+    experts: Any = module._modules[block.experts.name]
+    own = getattr(vars(experts[0]).get("forward"), "__func__", None)
+    _package().expert_lists.remember_forward(experts, own)
+
+
+def remark(module: nn.Module, block: MoEBlock) -> str | None:
+    """Say why the experts of a block are computed one after the other, or in which mode; None if in none."""
+    reason = _package().expert_lists.unfit(_roles(module, block))
+    if reason is not None:
+        return f"expert by expert, since {reason}"
+    modes = dict(block.modes)
+    if True not in modes:
+        return "but not in training, in which it is not known to compute the same"
+    return None if False in modes else "but in training alone: it is not known to compute the same otherwise"
+
+
+def _package() -> Any:
+    return registration.package(LAYERS["GatedMoEBlock"])
+
+
+def _have_settings(module: nn.Module, block: MoEBlock) -> bool:
+    """Tell whether the gate and the experts are what they were."""
+    children, settings = module._modules, block.experts.settings
+    if block.gate_settings is not None and not has_settings(children.get(block.gate), block.gate_settings):
+        return False
+    experts = children.get(block.experts.name)
+    if not isinstance(experts, nn.ModuleList) or len(experts) != block.experts.number:
+        return False
+    return settings is None or all(_is_as_it_was(expert, settings) for expert in experts._modules.values())
+
+
+def _is_as_it_was(expert: Any, settings: Settings) -> bool:
+    """Tell whether an expert has its settings, and nobody sees the calls of what is not called."""
+    return has_settings(expert, settings) and not any(has_hooks(expert._modules[name]) for name, _ in settings.children)
+
+
+def _roles(module: nn.Module, block: MoEBlock) -> SimpleNamespace:
+    """Return the experts as the layer looks for them."""
+    listed, projections, activation = block.experts.name, block.experts.projections, block.experts.activation
+    return SimpleNamespace(
+        experts=module._modules[listed], expert_projections=projections, expert_activation=activation
+    )
+
+
+def _with_shared(module: Any, block: MoEBlock, x: Tensor, rows: Tensor, y: Tensor) -> Tensor:
+    """Add the expert of all tokens, if there is one."""
+    if block.shared is None:
+        return y
+    name, takes_rows = block.shared
+    more = module._modules[name](rows if takes_rows else x).view(x.shape)
+    if block.shared_gate is not None:
+        more = torch.sigmoid(module._modules[block.shared_gate](x)) * more
+    return y + more
+
+
+def _returned(structure: Any, y: Tensor, given: Any) -> Any:
+    """Return what a block returns: its output, beside what the gate gave."""
+    if structure is ...:
+        return y
+    if isinstance(structure, Routed):
+        found = given[structure.place]
+        return found.view(*y.shape[:-1], -1) if structure.is_by_sequence else found
+    return tuple(_returned(each, y, given) for each in structure) if type(structure) is tuple else structure

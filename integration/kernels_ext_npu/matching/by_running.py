@@ -17,7 +17,7 @@ from torch import nn
 from kernels_ext_npu.matching.activations_by_running import find_activation
 from kernels_ext_npu.matching.computed import Recognised
 from kernels_ext_npu.matching.mlps_by_running import find_gated_mlp
-from kernels_ext_npu.matching.module_settings import is_opaque, read_settings
+from kernels_ext_npu.matching.module_settings import is_opaque, names_read, read_settings
 from kernels_ext_npu.matching.moe_blocks_by_running import find_moe_block
 from kernels_ext_npu.matching.norms_by_running import find_norm
 from kernels_ext_npu.matching.rotating_modules import find_rotating_module, held_tensors, read_helpers, tensor_names
@@ -30,8 +30,8 @@ def recognise(module: nn.Module) -> Recognised | str | None:
     """Return what a module computes; None if no layer does, a name if it calls that operator of torch_npu itself."""
     tensors = tensor_names(module)
     settings = read_settings(module, tensors)
-    if settings is None:
-        return None
+    if settings is None or "npu" in names_read(type(module), type(module).forward):  # type: ignore[arg-type]
+        return None  # what it computes on an NPU is seen on none
     opaque = tuple((name, type(child)) for name, child in module._modules.items() if is_opaque(child))
     shapes = tuple((name, None if p is None else (p.dim(), p.shape[-1:])) for name, p in module._parameters.items())
     held = tuple((name, each.shape, each.dtype) for name, each in zip(tensors, held_tensors(module, tensors)))

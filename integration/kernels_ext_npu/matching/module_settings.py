@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Collection, Iterator
 from itertools import chain
-from types import BuiltinFunctionType, CodeType, FunctionType, SimpleNamespace
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from kernels_ext_npu.matching.function_settings import names_in
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
+_LIBRARIES = ("torch", "transformers", "builtins", "math")
 _OWN_TO_TORCH = {*vars(nn.Module()), "training"}
 
 
@@ -29,7 +30,7 @@ class Settings(NamedTuple):
     absent: frozenset[str]  # what its code may look for, and the module does not have
     present: frozenset[str]  # the parameters and children that it has
     children: tuple[tuple[str, Settings], ...] = ()
-    constants: tuple[tuple[FunctionType, str, Any], ...] = ()  # in whose file they stand, their names and values
+    constants: tuple[tuple[FunctionType, str, Any], ...] = ()  # who reads them, their names and values
 
 
 def read_settings(module: nn.Module, tensors: Collection[str] = ()) -> Settings | None:
@@ -56,9 +57,9 @@ def read_settings(module: nn.Module, tensors: Collection[str] = ()) -> Settings 
     frozen = tuple((name, _frozen(value)) for name, value in members.items())
     absent = names.difference(own, on_class.keys() & members.keys())
     constants = tuple(
-        (function, name, value)
-        for function, name in _globals_read(cls, cls.forward)  # type: ignore[arg-type]
-        if _is_plain(value := function.__globals__.get(name))
+        (function, path, value)
+        for function, path in _globals_read(cls, cls.forward)  # type: ignore[arg-type]
+        if _is_plain(value := _read_global(function, path))
     )
     return Settings(cls, cls.forward, frozen, absent, _present(module), (*children.items(),), constants)  # type: ignore[arg-type]
 
@@ -73,7 +74,7 @@ def has_settings(module: Any, settings: Settings) -> bool:
         found = members[name] if name in members else getattr(settings.cls, name, None)
         if not _is_same(getattr(found, inner, None) if inner else found, value):
             return False
-    if not all(_is_same(function.__globals__.get(name), value) for function, name, value in settings.constants):
+    if not all(_is_same(_read_global(function, path), value) for function, path, value in settings.constants):
         return False
     if not settings.absent.isdisjoint(members) or _present(module) != settings.present:
         return False
@@ -141,19 +142,37 @@ def names_read(cls: type[nn.Module], _: Any) -> frozenset[str]:
 
 @functools.cache
 def _globals_read(cls: type[nn.Module], _: Any) -> tuple[tuple[FunctionType, str], ...]:
-    """Return the names of globals in the methods of a class with this forward, and in functions that they call."""
+    """Return the names of globals in the methods of a class with this forward, and in functions that they call.
+
+    Behind a dot stands what they may read of a class, a module of Python or a configuration.
+    """
     waiting = [function for base in cls.__mro__ for function in _functions_in(base)]
     found: list[tuple[FunctionType, str]] = []
     for function in waiting:  # grows while it runs
         names = function.__globals__
         if names.get("__name__", "").startswith(("torch.", "transformers.")):
             continue
-        for name in sorted(names_in(function.__code__) & names.keys()):
-            if isinstance(names[name], FunctionType) and names[name] not in waiting:
-                waiting.append(names[name])
-            elif _is_plain(names[name]):
+        read = names_in(function.__code__)
+        for name in sorted(read & names.keys()):
+            value = names[name]
+            if isinstance(value, FunctionType) and value not in waiting:
+                waiting.append(value)
+            elif _is_plain(value):
                 found.append((function, name))
+            elif is_config(value) or (isinstance(value, (type, ModuleType)) and not _is_fixed(value)):
+                found += [(function, f"{name}.{each}") for each in sorted(read & vars(value).keys())]
     return tuple(found)
+
+
+def _is_fixed(value: Any) -> bool:
+    """Tell whether a class or a module of Python is of a library whose constants do not change."""
+    return str(getattr(value, "__module__", value.__name__)).partition(".")[0] in _LIBRARIES
+
+
+def _read_global(function: FunctionType, path: str) -> Any:
+    name, _, inner = path.partition(".")
+    found = function.__globals__.get(name)
+    return getattr(found, inner, None) if inner else found
 
 
 def is_opaque(child: Any) -> bool:

@@ -51,12 +51,12 @@ class Score(NamedTuple):
         """Return the weights and the experts of each token, ``[T, k]``, as blocks of transformers do."""
         if self.is_last:
             found, index = logits.topk(top_k, dim=-1)
-            weights = self._of(found)
+            weights = self._values(found)
         else:
-            weights, index = self._of(logits).topk(top_k, dim=-1)
+            weights, index = self._values(logits).topk(top_k, dim=-1)
         return (weights / weights.sum(-1, keepdim=True) if self.is_divided else weights), index
 
-    def _of(self, logits: Tensor) -> Tensor:
+    def _values(self, logits: Tensor) -> Tensor:
         if self.is_softmax:
             return F.softmax(logits, dim=-1, dtype=self.dtype)
         return torch.sigmoid(logits if self.dtype is None else logits.to(self.dtype))

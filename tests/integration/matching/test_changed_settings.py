@@ -1,5 +1,7 @@
 """What a module was recognised by is watched: with other settings its class computes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,48 @@ from tests.integration.matching.other_peoples_norms import (
     RoundedFirstZeroCentred,
 )
 from tests.support.served import rows
+
+
+class Constants:
+    EPSILON = 1e-5
+
+
+SETTINGS = SimpleNamespace(epsilon=1e-5)
+
+
+class NormOfAClass(MetaNorm):
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + Constants.EPSILON) * self.gain
+
+
+class NormOfANamespace(MetaNorm):
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + SETTINGS.epsilon) * self.gain
+
+
+class NormOfADevice(MetaNorm):
+    def forward(self, x):
+        return super().forward(x) * (2 if x.device.type == "npu" else 1)
+
+
+@pytest.mark.parametrize(
+    ("cls", "holder", "name"), [(NormOfAClass, Constants, "EPSILON"), (NormOfANamespace, SETTINGS, "epsilon")]
+)
+def test_what_stands_on_another_object_of_its_file_is_watched(registered, monkeypatch, cls, holder, name) -> None:
+    model = kernels_ext_npu.kernelize(Block(cls()).to("npu"))
+    x = torch.randn(2, 5, WIDTH, device="npu")
+    assert launched(lambda: model(x)) == 1
+    monkeypatch.setattr(holder, name, 1.0)
+    torch.testing.assert_close(model(x), cls.forward(model.part, x))
+    assert launched(lambda: kernels_ext_npu.kernelize(model)(x)) == 1
+    torch.testing.assert_close(model(x), cls.forward(model.part, x), rtol=1e-5, atol=1e-6)
+
+
+def test_what_computes_something_else_on_npus_is_left_alone(registered) -> None:
+    model = kernels_ext_npu.kernelize(Block(NormOfADevice()).to("npu"))
+    assert said(model) == [(None, False)]
+    x = torch.randn(2, 5, WIDTH, device="npu")
+    torch.testing.assert_close(model(x), 2 * MetaNorm.forward(model.part, x))
 
 
 def test_another_setting_is_looked_at_again(registered) -> None:

@@ -30,11 +30,22 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Gate(NamedTuple):
-    """A child that may say which experts a token goes to, and what it returned of 6 tokens, by mode and dtype."""
+    """A child that may say which experts a token goes to.
+
+    Attributes:
+        name: of the child.
+        settings: what it reads; None of a linear layer.
+        returned: what it returned of 6 tokens, by rows, for each mode and dtype.
+        keeps_sequences: whether it returned that in the shape that it got the tokens in.
+        index_at: where in that the experts are; None where it returns logits.
+        weights_at: where the weights are.
+        top_k: how many experts there are for a token.
+    """
 
     name: str
     settings: Settings | None
     returned: dict[tuple[bool, torch.dtype], Any]
+    keeps_sequences: bool = True
     index_at: int | None = None
     weights_at: int | None = None
     top_k: int = 0
@@ -79,27 +90,35 @@ def read_gate(name: str, child: Any, experts: Experts) -> Gate | None:
         4 * experts.number * experts.width, _LARGEST
     ):
         return None
-    returned = {}
+    returned, keeps_sequences = {}, False
     for training, dtype in product((False, True), DTYPES):
         made = _random_stand_in(child, dtype, training)
         for tokens in ((2, 3), (6,)):
             found = attempt(type(child).forward, made, torch.randn(*tokens, experts.width).to(dtype))
             if isinstance(found, (Tensor, tuple, list)):
-                returned[training, dtype] = found
+                parts = [found] if isinstance(found, Tensor) else found
+                keeps_sequences |= any(map(_is_by_sequence, parts))
+                by_rows = [each.flatten(0, 1) if _is_by_sequence(each) else each for each in parts]
+                returned[training, dtype] = by_rows[0] if isinstance(found, Tensor) else type(found)(by_rows)
                 break
-    if (False, torch.float32) not in returned:
+    known = partial(Gate, name, settings, returned, keeps_sequences)
+    if (found := returned.get((False, torch.float32))) is None:
         return None
-    found = returned[False, torch.float32]
     if isinstance(found, Tensor):
-        is_one_each = found.shape[-1] == experts.number and found.numel() == 6 * experts.number
-        return Gate(name, settings, returned) if is_one_each and found.is_floating_point() else None
-    tensors = {place: each for place, each in enumerate(found) if isinstance(each, Tensor) and each.dim() == 2}
-    indices = [place for place, each in tensors.items() if not (each.is_floating_point() or each.dtype is torch.bool)]
-    if len(indices) != 1 or len(tensors[indices[0]]) != 6:
+        return known() if found.shape == (6, experts.number) and found.is_floating_point() else None
+    tensors = {
+        p: each for p, each in enumerate(found) if isinstance(each, Tensor) and each.dim() == 2 and len(each) == 6
+    }
+    indices = [p for p, each in tensors.items() if not (each.is_floating_point() or each.dtype is torch.bool)]
+    if len(indices) != 1:
         return None
     shape = tensors[indices[0]].shape
     weights = [p for p, each in tensors.items() if each.is_floating_point() and each.shape == shape]
-    return Gate(name, settings, returned, indices[0], weights[0], shape[1]) if len(weights) == 1 else None
+    return known(indices[0], weights[0], shape[1]) if len(weights) == 1 else None
+
+
+def _is_by_sequence(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.shape[:2] == (2, 3)
 
 
 def _random_stand_in(module: nn.Module, dtype: torch.dtype, training: bool) -> nn.Module:
@@ -151,13 +170,18 @@ class Stub(nn.Module):
 
 
 class GateStub(nn.Module):
-    """Stands for what chooses: it gives what it has, and keeps what it was given."""
+    """Stands for what chooses: it gives what it has of each token, and keeps what it was given."""
 
-    def __init__(self, gives: Any) -> None:
+    def __init__(self, gives: Any, keeps_sequences: bool) -> None:
         super().__init__()
-        self.gives, self.seen = gives, []  # type: ignore[var-annotated]
+        self.gives, self.keeps_sequences, self.seen = gives, keeps_sequences, []  # type: ignore[var-annotated]
 
     def forward(self, x: Tensor) -> Any:
         self.seen.append(x)
-        logits = isinstance(self.gives, Tensor)
-        return self.gives.view(*x.shape[:-1], -1) if logits else self.gives
+        if isinstance(self.gives, Tensor):
+            return self._shaped(self.gives, x)
+        return type(self.gives)(self._shaped(each, x) for each in self.gives)
+
+    def _shaped(self, value: Any, x: Tensor) -> Any:
+        is_of_tokens = isinstance(value, Tensor) and value.dim() > 1 and len(value) == x.numel() // x.shape[-1]
+        return value.view(*x.shape[:-1], *value.shape[1:]) if is_of_tokens and self.keeps_sequences else value

@@ -144,7 +144,7 @@ class _Trial:
         noise = probe.magnitude * torch.randn(total)
         stubs = [Stub(*each) for each in noise]
         gives = self._gives(rows, probe, training)
-        gate = GateStub(gives)
+        gate = GateStub(gives, self.gate.keeps_sequences)
         children: dict[str, nn.Module] = {experts.name: nn.ModuleList(stubs[:number]), self.gate.name: gate}
         shared, weighing = stubs[number], Stub(*noise[-1, :, :1])
         children |= {self.shared: shared} if self.shared else {}

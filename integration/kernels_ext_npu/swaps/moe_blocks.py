@@ -44,9 +44,9 @@ def make_block_forward(what: Recognised, matched: FunctionType) -> FunctionType:
             return matched(self, x)
         given = self._modules[block.gate](rows if block.takes_rows else x)  # type: ignore[misc]
         if block.score is None:
-            index, weights = given[block.index_at], given[block.weights_at]
+            index, weights = (given[place].flatten(0, -2) for place in (block.index_at, block.weights_at))
         else:
-            weights, index = choose(given.reshape(len(rows), -1), block.top_k)
+            weights, index = choose(given.flatten(0, -2), block.top_k)
             given = (given,)
         with torch.no_grad() if mode.is_detached else nullcontext():
             y = package.expert_lists.fused_listed_experts(experts, rows, index, weights).view(x.shape)
@@ -119,5 +119,5 @@ def _returned(structure: Any, y: Tensor, given: Any) -> Any:
         return y
     if isinstance(structure, Routed):
         found = given[structure.place]
-        return found.view(*y.shape[:-1], -1) if structure.is_by_sequence else found
+        return found.view(*y.shape[:-1], -1) if structure.is_by_sequence else found.flatten(0, max(0, found.dim() - 2))
     return tuple(_returned(each, y, given) for each in structure) if type(structure) is tuple else structure

@@ -194,4 +194,36 @@ class DenseBlock(nn.Module):
         return sum(dense[..., n, None].to(x.dtype) * expert(x) for n, expert in enumerate(self.experts))
 
 
-MOE_BLOCKS = (SortingBlock, ReportingBlock, RowsBlock, MaskingBlock, SigmoidBlock, DenseBlock)
+class SequenceRouter(nn.Module):
+    """Returns weights, then experts, for the tokens of each sequence, and its probabilities as a loss asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(WIDTH, EXPERTS)
+
+    def forward(self, x):
+        probabilities = F.softmax(self.scores(x), dim=-1)
+        weights, chosen = torch.topk(probabilities, CHOSEN, dim=-1)
+        return weights / weights.sum(-1, keepdim=True), chosen, probabilities
+
+
+class SequenceBlock(nn.Module):
+    """Keeps sequences, and gives the probabilities back by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.router = SequenceRouter()
+
+    def forward(self, x):
+        weights, chosen, probabilities = self.router(x)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.pool):
+            of_it = chosen == number
+            tokens = of_it.any(-1)
+            if tokens.any():
+                y[tokens] += expert(x[tokens]) * weights[of_it].unsqueeze(-1)
+        return y, probabilities.flatten(0, 1)
+
+
+MOE_BLOCKS = (SortingBlock, ReportingBlock, RowsBlock, MaskingBlock, SigmoidBlock, DenseBlock, SequenceBlock)

@@ -27,6 +27,7 @@ from kernels_ext_npu.matching.watched_runs import (
     run,
     takes,
 )
+from kernels_ext_npu.reasons import Reason
 
 _WIDTH = 8  # of tokens, unless a block asks for its own
 _MANY = 4096  # tokens, up to which a number in the code of a block is tried
@@ -34,7 +35,7 @@ _LARGEST = 2**22  # values in what is tried
 
 
 def find_moe_block(recognise: Callable[[nn.Module], Recognised | str | None], module: nn.Module) -> Computed | None:
-    """Return what a block with a list of experts computes; None if that is no weighted sum of what they give.
+    """Return what a block with a list of experts computes, or why that is no weighted sum of theirs; None of others.
 
     Of its other children one returns the experts of each token and their weights, or logits. Others may be an expert of
     all tokens, and a projection to one value, whose sigmoid weighs that.
@@ -51,8 +52,12 @@ def find_moe_block(recognise: Callable[[nn.Module], Recognised | str | None], mo
     weighing = [name for name, child in others.items() if name != gate.name and is_linear(child)]
     if max(len(shared), len(weighing)) > 1 or (weighing and others[weighing[0]].out_features != 1):
         return None
-    block = _Trial(module, experts, gate, next(iter(shared), None), next(iter(weighing), None)).block()
-    return None if block is None else Computed("GatedMoEBlock", block=block)
+    trial = _Trial(module, experts, gate, next(iter(shared), None), next(iter(weighing), None))
+    block = trial.block()
+    refused = (
+        Reason("unknown", f"its experts are computed one after the other: {trial.seen}") if block is None else None
+    )
+    return Computed("GatedMoEBlock", block=block, refused=refused)
 
 
 class _Probe(NamedTuple):
@@ -73,6 +78,7 @@ class _Trial:
     ) -> None:
         self.module, self.experts, self.gate = module, experts, gate
         self.shared, self.shared_gate = shared, shared_gate
+        self.seen = "what it gives is not the weighted sum of what they give"  # why it is not known
         self.top_k, self.takes_rows, self.shares_rows, self.width = gate.top_k, False, False, _WIDTH
 
     def block(self) -> MoEBlock | None:
@@ -80,7 +86,9 @@ class _Trial:
         shapes: list[tuple[int, ...]] = []
         for width in (_WIDTH, self.experts.width):
             self.width = width
-            shapes = [tokens for tokens in ((2, 3), (6,)) if attempt(self._run, _Probe(tokens), False) is not None]
+            shapes = [
+                tokens for tokens in ((2, 3), (6,)) if self._attempt(self._run, _Probe(tokens), False) is not None
+            ]
             if shapes:
                 break
         if not shapes or self.top_k == 0:
@@ -99,7 +107,7 @@ class _Trial:
         ]
         found: dict[bool, tuple[Mode, Score | None]] = {}
         for training in (False, True):
-            terms = attempt(self._find_mode, probes, training)
+            terms = self._attempt(self._find_mode, probes, training)
             if terms is not None:
                 found[training] = terms
         scores = {score for _, score in found.values()}
@@ -119,6 +127,18 @@ class _Trial:
             shared_gate=self.shared_gate,
             modes=tuple((training, mode) for training, (mode, _) in found.items()),
         )
+
+    def _attempt(self, find: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what is found; None if a forward raises, or does what none does that is known, which is kept."""
+
+        def noting() -> Any:
+            try:
+                return find(*arguments)
+            except NotRecognisedError as error:
+                self.seen = str(error)
+                raise
+
+        return attempt(noting)
 
     def _find_mode(self, probes: list[_Probe], training: bool) -> tuple[Mode, Score | None] | None:
         """Return what the block does in training or not, if it does it with all probes."""

@@ -175,7 +175,7 @@ def run(
     with watch:
         result = watch.tensor(type(module).forward(made, *arguments))
     if _snapshot(made) != before or [tensor._version for tensor in tensors] != versions:
-        raise NotRecognisedError("it writes")
+        raise NotRecognisedError("it writes to what it is given, or to itself")
     return result
 
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.binding import registration
+from kernels_ext_npu.binding.devices import awaits_weights
 from kernels_ext_npu.binding.step_aside import guarded_forward
 from kernels_ext_npu.catalogue import LAYERS
-from kernels_ext_npu.matching.module_settings import Settings, has_settings
+from kernels_ext_npu.matching.module_settings import Settings, has_settings, is_linear
 from kernels_ext_npu.matching.moe_blocks import AddedLoss, MoEBlock, Routed
 from kernels_ext_npu.module_state import has_hooks
 
@@ -65,7 +66,7 @@ def prepare(module: nn.Module, block: MoEBlock) -> None:
 
 def remark(module: nn.Module, block: MoEBlock) -> str | None:
     """Say why the experts of a block are computed one after the other, or in which mode; None if in none."""
-    reason = _package().expert_lists.unfit(_roles(module, block))
+    reason = None if awaits_weights() else _package().expert_lists.unfit(_roles(module, block))
     if reason is not None:
         return f"expert by expert, since {reason}"
     modes = dict(block.modes)
@@ -81,9 +82,9 @@ def _package() -> Any:
 def _have_settings(module: nn.Module, block: MoEBlock) -> bool:
     """Tell whether the gate and the experts are what they were."""
     children, settings = module._modules, block.experts.settings
-    if block.gate_settings is not None and not has_settings(children.get(block.gate), block.gate_settings):
+    gate, experts = children.get(block.gate), children.get(block.experts.name)
+    if not (is_linear(gate) if block.gate_settings is None else has_settings(gate, block.gate_settings)):
         return False
-    experts = children.get(block.experts.name)
     if not isinstance(experts, nn.ModuleList) or len(experts) != block.experts.number:
         return False
     return settings is None or all(_is_as_it_was(expert, settings) for expert in experts._modules.values())

@@ -203,3 +203,14 @@ def test_a_gate_that_draws_is_asked_at_each_call() -> None:
     model, x = in_a_model(DrawingBlock().eval()), torch.randn(2, 5, WIDTH, device="npu")
     assert is_at_once(model, x)
     assert not torch.equal(model["block"](x), model["block"](x))
+
+
+def test_the_report_says_why_a_block_computes_its_experts_one_after_the_other() -> None:
+    class Remembering(Like):
+        def end(self, y, x):
+            self.load = y.abs().mean()
+            return y
+
+    row = find_row(in_a_model(Remembering()))
+    assert (row.kernel, row.swapped, row.kind, row.reason.code) == (None, False, "experts", "unknown")
+    assert row.reason == "its experts are computed one after the other: it writes to what it is given, or to itself"

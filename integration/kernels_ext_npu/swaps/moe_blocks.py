@@ -6,7 +6,6 @@ forward of the block's class loops over them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from kernels_ext_npu.binding.devices import awaits_weights
 from kernels_ext_npu.binding.step_aside import guarded_forward
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.matching.module_settings import Settings, has_settings, is_linear
-from kernels_ext_npu.matching.moe_blocks import AddedLoss, MoEBlock, Routed
+from kernels_ext_npu.matching.moe_blocks import AddedLoss, MoEBlock, Routed, Score
 from kernels_ext_npu.module_state import has_hooks
 
 if TYPE_CHECKING:
@@ -30,9 +29,6 @@ def make_block_forward(what: Recognised, matched: FunctionType) -> FunctionType:
     """Return the forward that computes all experts at once, for blocks that were recognised as the same."""
     block: Any = what.computed.block
     modes, package = dict(block.modes), _package()
-    choose: Callable[..., tuple[Tensor, Tensor]] = block.score and block.score.choose
-    if block.score is not None and block.score == type(block.score)(is_divided=block.score.is_divided):
-        choose = lambda logits, top_k: package.softmax_top_k(logits, top_k, block.score.is_divided)  # noqa: E731
 
     def holds(module: nn.Module) -> bool:
         is_known = module.training in modes and not torch.compiler.is_compiling()
@@ -47,7 +43,7 @@ def make_block_forward(what: Recognised, matched: FunctionType) -> FunctionType:
         if block.score is None:
             index, weights = (given[place].flatten(0, -2) for place in (block.index_at, block.weights_at))
         else:
-            weights, index = choose(given.flatten(0, -2), block.top_k)
+            weights, index = _choose(package, block.score, given.flatten(0, -2), block.top_k)
             given = (given,)
         with torch.no_grad() if mode.is_detached else nullcontext():
             y = package.expert_lists.fused_listed_experts(experts, rows, index, weights).view(x.shape)
@@ -77,6 +73,14 @@ def remark(module: nn.Module, block: MoEBlock) -> str | None:
 
 def _package() -> Any:
     return registration.package(LAYERS["GatedMoEBlock"])
+
+
+def _choose(package: Any, score: Score, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return the weights and the experts of each token: by the kernel where that has the score."""
+    if score == Score(is_divided=score.is_divided):
+        weights, index = package.softmax_top_k(logits, top_k, score.is_divided)
+        return weights, index
+    return score.choose(logits, top_k)
 
 
 def _have_settings(module: nn.Module, block: MoEBlock) -> bool:

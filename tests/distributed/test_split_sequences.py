@@ -192,7 +192,7 @@ def test_the_example_trains_on_four_devices_as_one_process_does(tmp_path) -> Non
         optimizer.step()
         optimizer.zero_grad()
         expected.append(f"{loss.item():.4f}")
-    assert re.findall(r"loss (\S+)", launched.output) == expected
+    assert re.findall(r"loss (\d+\.\d+)", launched.output) == expected
 
 
 # ---- frameworks ------------------------------------------------------------------------------------------------------

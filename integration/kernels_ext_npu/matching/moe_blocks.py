@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -40,21 +41,28 @@ class Score(NamedTuple):
         is_last: whether it is that of the largest logits, and not the largest of it.
         is_divided: whether the weights are divided by their sum.
         dtype: in which it is computed; None for that of the logits.
+        scale: what the weights are multiplied with in the end.
+        bias: the name of what is added for the choice alone, ``[E]``; None without.
     """
 
     is_softmax: bool = True
     is_last: bool = False
     is_divided: bool = False
     dtype: torch.dtype | None = torch.float32
+    scale: float = 1.0
+    bias: str | None = None
 
-    def choose(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    def choose(self, logits: Tensor, top_k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights and the experts of each token, ``[T, k]``, as blocks of transformers do."""
         if self.is_last:
             found, index = logits.topk(top_k, dim=-1)
             weights = self._values(found)
         else:
-            weights, index = self._values(logits).topk(top_k, dim=-1)
-        return (weights / weights.sum(-1, keepdim=True) if self.is_divided else weights), index
+            values = self._values(logits)
+            index = (values if bias is None else values + bias.flatten()).topk(top_k, dim=-1)[1]
+            weights = values.gather(-1, index)
+        weights = weights / weights.sum(-1, keepdim=True) if self.is_divided else weights
+        return (weights if self.scale == 1 else weights * self.scale), index
 
     def _values(self, logits: Tensor) -> Tensor:
         if self.is_softmax:
@@ -62,12 +70,11 @@ class Score(NamedTuple):
         return torch.sigmoid(logits if self.dtype is None else logits.to(self.dtype))
 
 
-_DTYPES = (torch.float32, None)
-SCORES = tuple(
-    Score(is_softmax, is_last, is_divided, dtype)
-    for is_softmax, is_last, is_divided, dtype in product((True, False), (False, True), (False, True), _DTYPES)
-    if not (is_softmax and is_last and is_divided)  # their sum is 1
-)
+def possible_scores(scales: Iterable[float], bias: str | None) -> list[Score]:
+    """Return the scores that a block may have which names some numbers, and has a bias of its own, or none."""
+    terms = product((True, False), (False, True), (False, True), (torch.float32, None), (1.0, *scales), {None, bias})
+    found = [Score(*each) for each in terms]
+    return [s for s in found if not (s.is_last and (s.bias or (s.is_softmax and s.is_divided)))]  # a sum that is 1
 
 
 class Routed(NamedTuple):

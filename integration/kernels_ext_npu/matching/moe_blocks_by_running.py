@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kernels_ext_npu.matching.computed import Computed, Recognised
 from kernels_ext_npu.matching.module_settings import is_linear, is_setting, numbers, read_settings
 from kernels_ext_npu.matching.moe_block_children import AnyOperator, Gate, GateStub, Stub, read_experts, read_gate
-from kernels_ext_npu.matching.moe_blocks import SCORES, AddedLoss, Experts, Mode, MoEBlock, Routed, Score
+from kernels_ext_npu.matching.moe_blocks import AddedLoss, Experts, Mode, MoEBlock, Routed, Score, possible_scores
 from kernels_ext_npu.matching.watched_runs import (
     MAGNITUDES,
     NotRecognisedError,
@@ -41,7 +41,8 @@ def find_moe_block(recognise: Callable[[nn.Module], Recognised | str | None], mo
     all tokens, and a projection to one value, whose sigmoid weighs that.
     """
     experts = read_experts(module, recognise)
-    if experts is None or not takes(module, 1) or any(each is not None for each in module._parameters.values()):
+    own = {name: each for name, each in module._parameters.items() if each is not None}
+    if experts is None or not takes(module, 1) or [p.numel() for p in own.values()] not in ([], [experts.number]):
         return None
     others = {name: child for name, child in module._modules.items() if child is not None and name != experts.name}
     gates = [gate for name, child in others.items() if (gate := read_gate(name, child, experts)) is not None]
@@ -78,6 +79,8 @@ class _Trial:
     ) -> None:
         self.module, self.experts, self.gate = module, experts, gate
         self.shared, self.shared_gate = shared, shared_gate
+        own = next((name for name, each in module._parameters.items() if each is not None), None)
+        self.bias = own, None if own is None else torch.rand(experts.number)
         self.seen = "what it gives is not the weighted sum of what they give"  # why it is not known
         self.top_k, self.takes_rows, self.shares_rows, self.width = gate.top_k, False, False, _WIDTH
 
@@ -93,9 +96,7 @@ class _Trial:
                 break
         if not shapes or self.top_k == 0:
             return None
-        settings = read_settings(self.module)
-        members = {value for _, value in settings.members if type(value) is int} if settings else set()
-        named = [n + 1 for n in numbers(self.module, int) | members if 1 < n <= _MANY and n * self.width < _LARGEST]
+        named = [n + 1 for n in self._named(int) if 1 < n <= _MANY and n * self.width < _LARGEST]
         ahead = (1,) * (len(shapes[0]) - 1)
         probes = [_Probe(tokens) for tokens in shapes]
         probes += [_Probe(shapes[0], with_grad=True)]
@@ -128,6 +129,12 @@ class _Trial:
             modes=tuple((training, mode) for training, (mode, _) in found.items()),
         )
 
+    def _named(self, kind: type) -> set[Any]:
+        """Return the numbers of a kind that the code of the block names or reads."""
+        settings = read_settings(self.module)
+        members = settings.members if settings is not None else ()
+        return numbers(self.module, kind) | {value for _, value in members if type(value) is kind}
+
     def _attempt(self, find: Callable[..., Any], *arguments: Any) -> Any:
         """Return what is found; None if a forward raises, or does what none does that is known, which is kept."""
 
@@ -142,7 +149,7 @@ class _Trial:
 
     def _find_mode(self, probes: list[_Probe], training: bool) -> tuple[Mode, Score | None] | None:
         """Return what the block does in training or not, if it does it with all probes."""
-        scores = (None,) if self.gate.index_at is not None else SCORES
+        scores = [None] if self.gate.index_at is not None else possible_scores(self._named(float), self.bias[0])
         given = self.gate.returned.get((training, torch.float32), ())
         losses = [p for p, each in enumerate(given) if isinstance(each, Tensor) and each.numel() == 1]
         terms = [*product((False, True), (None, *losses), scores)]
@@ -173,7 +180,8 @@ class _Trial:
         for each in arguments if probe.with_grad else ():
             each.requires_grad_()
         with torch.set_grad_enabled(probe.with_grad):
-            result = run(self.module, x, children=children, training=training, watch=AnyOperator())
+            own, watch = {self.bias[0]: self.bias[1]} if self.bias[0] else {}, AnyOperator()
+            result = run(self.module, x, parameters=own, children=children, training=training, watch=watch)
         if len(gate.seen) != 1 or not torch.equal(gate.seen[0].reshape(rows, -1), x.reshape(rows, -1)):
             raise NotRecognisedError("its gate is called otherwise")
         self.takes_rows, self.shares_rows = gate.seen[0].dim() < x.dim(), shared.dims < x.dim()
@@ -271,7 +279,7 @@ class _Seen:
         if score is None:
             index, weights = self.gives[trial.gate.index_at], self.gives[trial.gate.weights_at]
         else:
-            weights, index = score.choose(self.gives, trial.top_k)
+            weights, index = score.choose(self.gives, trial.top_k, None if score.bias is None else trial.bias[1])
         rows = x.reshape(-1, 1, x.shape[-1])
         base, slope = self.noise[:, 0][index], self.noise[:, 1][index]
         y = ((base + slope * rows.roll(1, -1)).to(x.dtype) * weights.unsqueeze(-1)).sum(1).view(x.shape)

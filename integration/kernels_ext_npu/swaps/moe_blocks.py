@@ -43,7 +43,8 @@ def make_block_forward(what: Recognised, matched: FunctionType) -> FunctionType:
         if block.score is None:
             index, weights = (given[place].flatten(0, -2) for place in (block.index_at, block.weights_at))
         else:
-            weights, index = _choose(package, block.score, given.flatten(0, -2), block.top_k)
+            bias = self._parameters.get(block.score.bias)
+            weights, index = _choose(package, block.score, given.flatten(0, -2), block.top_k, bias)
             given = (given,)
         with torch.no_grad() if mode.is_detached else nullcontext():
             y = package.expert_lists.fused_listed_experts(experts, rows, index, weights).view(x.shape)
@@ -75,12 +76,17 @@ def _package() -> Any:
     return registration.package(LAYERS["GatedMoEBlock"])
 
 
-def _choose(package: Any, score: Score, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return the weights and the experts of each token: by the kernel where that has the score."""
+def _choose(package: Any, score: Score, logits: Tensor, top_k: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the weights and the experts of each token: by one operator where there is one for the score."""
+    if score.is_last or score.dtype is None:
+        return score.choose(logits, top_k, bias)
     if score == Score(is_divided=score.is_divided):
         weights, index = package.softmax_top_k(logits, top_k, score.is_divided)
         return weights, index
-    return score.choose(logits, top_k)
+    terms = {"scores": "softmax" if score.is_softmax else "sigmoid", "renormalise": score.is_divided}
+    bias = None if bias is None else bias.flatten()
+    weights, index = package.gating_top_k(logits.float(), top_k, bias, scale=score.scale, **terms)
+    return weights, index
 
 
 def _have_settings(module: nn.Module, block: MoEBlock) -> bool:

@@ -131,6 +131,16 @@ class BiasInTheWeights(Like):
         return weights.to(x.dtype), chosen
 
 
+class AddsAParameter(Like):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(EXPERTS))
+
+    def route(self, x):
+        weights, chosen = F.softmax(self.gate(x) + self.bias, -1, dtype=torch.float32).topk(CHOSEN, -1)
+        return weights.to(x.dtype), chosen
+
+
 class Normalises(Like):
     def route(self, x):
         return super().route(F.normalize(x, dim=-1))

@@ -180,6 +180,32 @@ class SigmoidBlock(nn.Module):
         return y.reshape(b, s, d)
 
 
+class BiasedBlock(nn.Module):
+    """Chooses with a bias of its own, which is in no weight, and scales the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router_bias = nn.Parameter(torch.linspace(-0.3, 0.3, EXPERTS))
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.all_of_them = Expert()
+        self.scaling = 2.5
+
+    def forward(self, x):
+        rows = x.reshape(-1, WIDTH)
+        probabilities = self.gate(rows).float().sigmoid()
+        chosen = (probabilities + self.router_bias.unsqueeze(0)).topk(CHOSEN, dim=-1)[1]
+        weights = torch.gather(probabilities, -1, chosen)
+        weights = (weights / weights.sum(-1, keepdim=True).clamp_min(1e-20) * self.scaling).to(x.dtype)
+        y = torch.zeros_like(rows)
+        hot = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+        for number in range(EXPERTS):
+            place, row = torch.where(hot[number])
+            if row.numel() != 0:
+                y.index_add_(0, row, self.experts[number](rows[row]) * weights[row, place, None])
+        return (y + self.all_of_them(rows)).view(x.shape)
+
+
 class DenseBlock(nn.Module):
     """Asks all experts about all tokens, and weighs most with 0."""
 
@@ -226,4 +252,13 @@ class SequenceBlock(nn.Module):
         return y, probabilities.flatten(0, 1)
 
 
-MOE_BLOCKS = (SortingBlock, ReportingBlock, RowsBlock, MaskingBlock, SigmoidBlock, DenseBlock, SequenceBlock)
+MOE_BLOCKS = (
+    SortingBlock,
+    ReportingBlock,
+    RowsBlock,
+    MaskingBlock,
+    SigmoidBlock,
+    BiasedBlock,
+    DenseBlock,
+    SequenceBlock,
+)

@@ -24,6 +24,7 @@ def asked_lengths(function: Callable, form: Form) -> Callable[[int], bool] | Non
     """
     shapes, symbols = ShapeEnv(), dict[Any, Any]()
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # no call comes twice with the same symbols
 
     def fake(tensor: Tensor, given: Given) -> Tensor:
         sizes = [DimDynamic.DUCK if dim in _VARIABLE else DimDynamic.STATIC for dim in given.dims]

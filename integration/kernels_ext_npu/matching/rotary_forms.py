@@ -147,9 +147,12 @@ class Form:
                 return torch.randint(sizes["T"], shape)
             if given.kind == "complex":
                 dtype = torch.complex128 if dtype is torch.float64 else torch.complex64
+            wide = torch.complex128 if dtype.is_complex else torch.float64
+            if max(shape) <= _LONGEST:
+                return torch.randn(shape, dtype=wide).to(dtype)
             made = torch.zeros(shape, dtype=dtype)  # of which nothing is in memory before it is written to
             first = made[tuple(slice(_LONGEST) for _ in shape)]
-            first.copy_(torch.randn(first.shape, dtype=torch.complex128 if dtype.is_complex else torch.float64))
+            first.copy_(torch.randn(first.shape, dtype=wide))
             return made
 
         made: list[Any] = []

@@ -32,6 +32,7 @@ _OPERATORS = {
     *("copy", "empty_like", "empty", "zeros_like", "new_empty", "slice_scatter", "contiguous"),
 }
 _PRODUCTS = {"mm", "bmm"}  # whose dtypes autocast decides
+_TAKEN = frozenset(_OPERATORS | _PRODUCTS)
 _MOST_OTHERS = 12  # forms that a function takes that is no rotation of any
 _MOST_SETTINGS = (
     8  # which a function is tried with that is called with the same ranks; a number may be another each time
@@ -85,11 +86,12 @@ class Rotation:
     def layer(self) -> str:
         """The layer that computes the same of cos and sin; empty if there is no form of which it is a rotation."""
         forms = [form for by_settings in self._forms.values() for forms in by_settings.values() for form in forms]
-        for form in forms:
-            if (plan := self._plan(form)) is not None:
-                return plan.pairing.layer
-            if self._others >= _MOST_OTHERS:
-                break
+        with isolated():  # once for hundreds of forms, each of which most functions refuse at their first operator
+            for form in forms:
+                if (plan := self._try(form)) is not None:
+                    return plan.pairing.layer
+                if self._others >= _MOST_OTHERS:
+                    break
         return ""
 
     def holds(self) -> bool:
@@ -136,11 +138,18 @@ class Rotation:
         return self._dtypes[key]
 
     def _plan(self, form: Form) -> Plan | None:
+        if form in self._plans:
+            return self._plans[form]
+        with isolated():
+            return self._try(form)
+
+    def _try(self, form: Form) -> Plan | None:
+        """Return what the function computes of a form; where nothing that surrounds the call is seen."""
         if form not in self._plans:
             self._plans[form] = None
+            torch.default_generator.manual_seed(0)  # the same numbers, whatever was tried before
             try:
-                with isolated():
-                    self._plans[form] = plan = _plan(self._compute, form)
+                self._plans[form] = plan = _plan(self._compute, form)
                 self._others += plan is None
             except NotRecognisedError as error:
                 self.refused = str(error)
@@ -209,7 +218,7 @@ def _run(function: Callable, form: Form, values: Sequence[Any], called: set[str]
     """Return what a function makes of what it rotates; raise if it does anything but arithmetic."""
     tensors = [*values[: form.rotated], *form.tables(values)]
     versions = [tensor._version for tensor in tensors]
-    with Watched(_OPERATORS | _PRODUCTS) as watched:
+    with Watched(_TAKEN) as watched:
         result = function(*values)
     if called is not None:
         called.update(watched.called)

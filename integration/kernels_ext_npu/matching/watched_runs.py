@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -20,11 +21,11 @@ from kernels_ext_npu.matching.module_settings import is_config, is_setting
 _ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "reciprocal", "square", "addcmul"}
 _SUMS = {"mean", "sum", "var", "var_mean", "std", "linalg_vector_norm", "bmm", "_fused_rms_norm", "native_layer_norm"}
 _ACTIVATIONS = {"silu", "sigmoid", "gelu", "tanh", "erf", "exp", "log"}
-CLAMPS = {"clamp", "clamp_min", "clamp_max", "minimum", "maximum"}
+CLAMPS = frozenset({"clamp", "clamp_min", "clamp_max", "minimum", "maximum"})
 _VIEWS = {"view", "reshape", "_unsafe_view", "alias", "detach", "unsqueeze", "squeeze", "expand", "split", "chunk"}
 _PARTS = {"slice", "select", "unbind", "transpose", "t", "permute"}
 _MADE = {"_to_copy", "to", "clone", "ones", "ones_like", "scalar_tensor", "lift_fresh", "promote_types"}
-_KNOWN = _ARITHMETIC | _SUMS | _ACTIVATIONS | _VIEWS | _PARTS | _MADE
+_KNOWN = frozenset(_ARITHMETIC | _SUMS | _ACTIVATIONS | _VIEWS | _PARTS | _MADE)
 _READS = {"_local_scalar_dense": "the host waits for a number in it"}
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 MAGNITUDES = (1e-2, 1.0, 1e2, 1e4)  # of numbers at which limits show
@@ -59,7 +60,7 @@ def isolated() -> Iterator[None]:
     """Let nothing of what surrounds a run change it, such as a mode or a device, nor a run what surrounds it."""
     with (
         _disable_current_modes(),
-        torch.device("cpu"),
+        _on_the_cpu(),
         torch.inference_mode(False),
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),
@@ -70,6 +71,14 @@ def isolated() -> Iterator[None]:
         warnings.simplefilter("ignore")
         torch.default_generator.manual_seed(0)
         yield
+
+
+def _on_the_cpu() -> AbstractContextManager[Any]:
+    """Return what makes the CPU the default device: nothing where no mode could name another one.
+
+    A mode is asked at every call of torch, which takes longer than most of these calls do.
+    """
+    return torch.device("cpu") if _len_torch_function_stack() else nullcontext()
 
 
 @contextmanager
@@ -107,9 +116,9 @@ class Watched(TorchDispatchMode):
         returned: where in what a forward returns its tensor is, None if it is all of it.
     """
 
-    def __init__(self, extra: Set[str] = frozenset()) -> None:
+    def __init__(self, extra: frozenset[str] = frozenset()) -> None:
         super().__init__()
-        self.known = _KNOWN | extra
+        self.extra = extra
         self.autocast = False
         self.called: list[str] = []
         self.returned: tuple[Any, ...] | None = None
@@ -120,7 +129,7 @@ class Watched(TorchDispatchMode):
             raise OwnOperatorError(name)
         if not self.autocast and any(casts()):
             raise NotRecognisedError("it turns autocast on")
-        if kind != "prim" and (kind != "aten" or name.removesuffix("_") not in self.known):
+        if kind != "prim" and (kind != "aten" or not self._knows(name.removesuffix("_"))):
             raise NotRecognisedError(_READS.get(name, f"it calls {name}"))
         self.called.append(name.removesuffix("_"))
         kwargs = kwargs or {}
@@ -128,6 +137,9 @@ class Watched(TorchDispatchMode):
         if name == "addcmul" and is_fake:  # which torch has for known sizes alone
             return args[0] + kwargs.get("value", 1) * args[1] * args[2]
         return function(*args, **kwargs)
+
+    def _knows(self, name: str) -> bool:
+        return name in _KNOWN or name in self.extra
 
     def tensor(self, result: Any) -> Tensor:
         """Return the tensor in what a forward returned, which may be beside numbers in a tuple."""
@@ -192,6 +204,7 @@ def check_sizes(call: Callable[[Tensor], Tensor], *sizes: int) -> None:
     dynamic = [DimDynamic.DYNAMIC for _ in sizes[:-1]]
     context: Any = StatelessSymbolicContext(dynamic_sizes=[*dynamic, DimDynamic.STATIC])
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # no call comes twice with the same symbols
     x = mode.from_tensor(given, symbolic_context=context)
     with mode:
         call(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.util
 import re
 import warnings
@@ -17,6 +18,9 @@ TESTED = {"transformers": SpecifierSet(">=5.20.2,<5.25"), "kernels": SpecifierSe
 
 # the newest two of them that take each other where no kernels 0.18 is to be had
 TAKEN_TOGETHER = "'transformers==5.22.2' 'kernels==0.17.2'"
+
+
+_version = functools.cache(version)  # which reads a file, and does not keep that a package was missing
 
 
 class RefusedError(Exception):
@@ -122,6 +126,6 @@ def choices(name: object, known: Iterable[str]) -> str:
 def installed(name: str) -> str | None:
     """Return the version of a package, None where it is not installed."""
     try:
-        return version(name)
+        return _version(name)
     except PackageNotFoundError:
         return None

@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels_ext_npu.binding import forward_binding, registration
 from kernels_ext_npu.binding.devices import compute_device, is_elsewhere
+from kernels_ext_npu.binding.importers import FLEX_ATTENTION, modules_with
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import ATTENTION, INDEXERS
@@ -61,10 +62,9 @@ def install(registration: Registration) -> None:
     original = torch_flex_attention.flex_attention
     patches.method(torch_flex_attention, FLEX, calls.flex_attention, is_registered)
     # where others have imported it by its name; transformers calls it for models that name it, which are served by that
-    # name. Of thousands of modules, names are cheaper to look at than modules
-    for name in [name for name in list(sys.modules) if not name.startswith("transformers.")]:
-        module = sys.modules.get(name)
-        if getattr(module, "__dict__", {}).get(FLEX) is original:
+    # name
+    for name, module in modules_with(FLEX_ATTENTION).items():
+        if not name.startswith("transformers.") and vars(module).get(FLEX) is original:
             patches.attribute(module, FLEX, torch_flex_attention.flex_attention)
     if mask_table["eager"] is eager_mask:
         patches.item(mask_table, "eager", calls.mask_for_kernel(eager_mask))
@@ -83,7 +83,7 @@ def install(registration: Registration) -> None:
         # For torch's context parallelism it refuses windows and removes masks: the kernel computes both there.
         patches.method(accelerator, _DROPS_MASKS, calls.attach_context_parallel_hooks, is_registered)
     # They branch by whether a name has "flash" in it: neither that of ours nor sdpa says what they want to know.
-    flash_attention_requested.patch_files({name for name in sys.modules if name.startswith("transformers.")}, patches)
+    flash_attention_requested.patch_all(patches)
 
 
 def find(view: View) -> Iterator[Decision]:

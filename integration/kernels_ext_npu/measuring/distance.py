@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 MODEL_BOUNDS = {True: 1e-5, False: 1e-2}
 # of the largest norm, in units of the exact dtype's rounding: what is below is rounding errors of the others
 NEGLIGIBLE = 128
+_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
 class DisagreementError(Exception):
@@ -32,7 +33,24 @@ class Distance:
 
 def tensors(values: Any) -> list[Tensor]:
     """Return all tensors in some values, however they are nested."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+    _collect(values, found)
+    return found
+
+
+def _collect(values: Any, found: list[Tensor]) -> None:
+    """Add the tensors in some values: in what operators take and give at once, in anything else as torch knows it."""
+    kind = type(values)
+    if isinstance(values, Tensor):
+        found.append(values)
+    elif kind is tuple or kind is list:
+        for value in values:
+            _collect(value, found)
+    elif kind is dict:
+        for value in values.values():
+            _collect(value, found)
+    elif kind not in _PLAIN:
+        found += [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def distances(found: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None]) -> dict[str, Distance]:

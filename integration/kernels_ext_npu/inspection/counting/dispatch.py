@@ -20,7 +20,7 @@ from kernels_ext_npu.measuring.costs import Cost, byte_size, what_runs
 from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.measuring.estimate import Workload
 from kernels_ext_npu.measuring.inside import Inside
-from kernels_ext_npu.measuring.products import flops, multiplies
+from kernels_ext_npu.measuring.products import flops, multiplies, operator_name
 from kernels_ext_npu.measuring.roofline import Soc, seconds
 
 Axes = defaultdict[str, tuple[str, ...]]
@@ -57,7 +57,8 @@ class Counting(Cost):
         if collectives.is_collective(operator):
             self._count_message(operator, args, kwargs, result)
         elif (runs := self.count(operator, args, kwargs, result)) is not None:
-            multiplied = flops(operator, *self.values.with_lists(args, kwargs), result)
+            is_product = multiplies(operator_name(operator))
+            multiplied = flops(operator, *self.values.with_lists(args, kwargs), result) if is_product else 0
             dtype = next((tensor.dtype for tensor in tensors((args, kwargs))), None)
             self._add(name, runs, multiplied, dtype)
             self.workload.add(name, runs, multiplied, dtype, (args, kwargs), result)

@@ -168,7 +168,9 @@ class KnownValues:
 
         def value(fake: Tensor) -> Tensor:
             known = self._value(fake)
-            return torch.zeros(fake.shape, dtype=fake.dtype) if known is None else known
+            return (
+                torch.zeros((), dtype=fake.dtype).expand(fake.shape) if known is None else known
+            )  # it may be a weight
 
         with _disable_current_modes():
             args, kwargs = tree_map_only(Tensor, value, (args, kwargs))

@@ -60,6 +60,7 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000, 20, 20)
     gc.enable()
     leave_guards_untimed()
+    leave_absent_devices_unseeded()
 
 
 def leave_guards_untimed() -> None:
@@ -67,6 +68,13 @@ def leave_guards_untimed() -> None:
     guards = sys.modules.get("torch._dynamo.guards")
     if hasattr(guards, "profile_guard_manager"):
         guards.profile_guard_manager = lambda *args: 0.0  # microseconds, which it logs
+
+
+def leave_absent_devices_unseeded() -> None:
+    """Let torch.manual_seed note nothing for devices that are not there: it notes the stack too, for a millisecond."""
+    for device in (torch.cuda, torch.mtia, torch.xpu):
+        if not device.is_available():
+            device.manual_seed_all = lambda seed: None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

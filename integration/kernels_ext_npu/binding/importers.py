@@ -16,12 +16,13 @@ _found: dict[str, dict[str, ModuleType]] = {FLEX_ATTENTION: {}, REQUESTED: {}, L
 _looked_at: dict[str, ModuleType] = {}
 
 
-def modules_with(function: str) -> dict[str, ModuleType]:
-    """Return the modules that have one of these functions since their import, by the names that they have."""
+def modules_with(*functions: str) -> dict[str, ModuleType]:
+    """Return the modules that have any of these functions since their import, by the names that they have."""
     for name, module in sys.modules.copy().items():  # a list of pairs would let Python collect garbage
         if _looked_at.get(name) is not module:
             _look_at(name, module)
-    return {name: module for name, module in _found[function].items() if sys.modules.get(name) is module}
+    found = [each for function in functions for each in _found[function].items()]
+    return {name: module for name, module in found if sys.modules.get(name) is module}
 
 
 def _look_at(name: str, module: ModuleType) -> None:

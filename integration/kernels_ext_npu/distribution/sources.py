@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -71,12 +72,20 @@ def load(kernel: str, source: str | Path = "bundled") -> ModuleType:
 
 def load_package(source: str | Path, repository: str) -> ModuleType:
     """Load the package of a kernel repository from a source, for what it exports beside layers."""
-    from kernels import get_kernel, get_local_kernel
-
     if source == "hub":
+        from kernels import get_kernel
+
         name = f"{ORGANISATION}/{repository}"
         return get_kernel(name, version=VERSION, trust_remote_code=[name])
-    return get_local_kernel(root(source) / repository)
+    return _load_local(root(source) / repository)
+
+
+@functools.cache
+def _load_local(folder: Path) -> ModuleType:
+    """Load the package of a repository in a folder; `kernels` imports it once, and chooses among its variants anew."""
+    from kernels import get_local_kernel
+
+    return get_local_kernel(folder)
 
 
 def check(source: str | Path, repositories: Collection[str]) -> None:

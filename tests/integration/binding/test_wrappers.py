@@ -340,9 +340,7 @@ def test_a_wrapper_over_ours_holds_the_forward_that_the_class_had(
             loss.backward()
             with torch.no_grad():
                 logits = model(input_ids=ids).logits
-                compiled = (
-                    torch.compile(model, backend="aot_eager")(input_ids=ids).logits if name == "Linear" else logits
-                )
+                compiled = torch.compile(model, backend="eager")(input_ids=ids).logits if name == "Linear" else logits
         assert all(seen)
         found.append((loss.detach(), logits, compiled))
     for ours, plain in zip(found[1], found[0]):

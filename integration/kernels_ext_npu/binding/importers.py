@@ -21,16 +21,23 @@ def modules_with(*functions: str) -> dict[str, ModuleType]:
     for name, module in sys.modules.copy().items():  # a list of pairs would let Python collect garbage
         if _looked_at.get(name) is not module:
             _look_at(name, module)
+    if len(_looked_at) > len(sys.modules):  # keep none alive
+        for name in _looked_at.keys() - sys.modules.keys():
+            _forget(name)
     found = [each for function in functions for each in _found[function].items()]
     return {name: module for name, module in found if sys.modules.get(name) is module}
 
 
+def _forget(name: str) -> None:
+    for modules in (_looked_at, *_found.values()):
+        modules.pop(name, None)
+
+
 def _look_at(name: str, module: ModuleType) -> None:
+    _forget(name)
     own: Mapping[str, Any] = getattr(module, "__dict__", {})  # some import what they have not, if they are asked for it
     for function, found in _found.items():
         if function in own:
             found[name] = module
-        else:
-            found.pop(name, None)
     if not getattr(own.get("__spec__"), "_initializing", False):
         _looked_at[name] = module

@@ -148,7 +148,7 @@ class Form:
             if given.kind == "complex":
                 dtype = torch.complex128 if dtype is torch.float64 else torch.complex64
             wide = torch.complex128 if dtype.is_complex else torch.float64
-            if max(shape) <= _LONGEST:
+            if all(size <= _LONGEST for size in shape):
                 return torch.randn(shape, dtype=wide).to(dtype)
             made = torch.zeros(shape, dtype=dtype)  # of which nothing is in memory before it is written to
             first = made[tuple(slice(_LONGEST) for _ in shape)]

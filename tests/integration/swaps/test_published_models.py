@@ -51,7 +51,7 @@ def adapted(dropout: float, model: PreTrainedModel) -> None:
     ("name", "launches", "gigabytes", "peak", "peak_with_loss"),
     [
         ("Qwen3-8B", (595, 1650), (72, 259), 24.7, 20.5),
-        ("Gemma-3-12B", (1465, 3070), (124, 459), 41.9, 34),
+        pytest.param("Gemma-3-12B", (1465, 3070), (124, 459), 41.9, 34, marks=pytest.mark.long),
         pytest.param("gpt-oss-20b", (620, 2290), (83, 540), 21.5, 15, marks=pytest.mark.long),
     ],
 )

@@ -21,13 +21,12 @@ _MOST_CHOICES = 32
 _LOCAL_FLOATS = 192 * 1024 // 4  # memory of a vector core; RoPE's one_token.py has the source
 
 
-def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
+def remarks(view: View, served: list[Decision]) -> dict[Decision, Reason | None]:
     """Say what the release of this machine serves less of what is served in a model than a later one."""
     release = cann_releases.parse_release(getattr(torch.version, "cann", None))  # as kernels read it when loaded
     if not any(limit.holds(release) for limit in cann_releases.LIMITS):
         return {}
-    found = {decision: reason(decision.row(), view.model, release) for decision in served}
-    return {decision: remark for decision, remark in found.items() if remark is not None}
+    return {decision: reason(decision.row(), view.model, release) for decision in served}
 
 
 def reason(row: Row, model: nn.Module, release: Release) -> Reason | None:

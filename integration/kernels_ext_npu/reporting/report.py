@@ -156,10 +156,10 @@ def report(model: nn.Module) -> Report:
         view = View(model)
         found = [d for finder in finders.FINDERS if finder.find for d in finder.find(view) if d.kind is not None]
         served = [decision for decision in found if decision.is_served]
-        remarks = release_limits.remarks(view, served)
-        for finder in finders.FINDERS:
-            remarks |= finder.remarks(view, served) if finder.remarks else {}
-        remarks |= _bypassed(view, served)
+        remarks: dict[Decision, str] = {}
+        for look in (release_limits.remarks, *(finder.remarks for finder in finders.FINDERS), _bypassed):
+            found_now = look(view, served) if look else {}
+            remarks |= {decision: remark for decision, remark in found_now.items() if remark is not None}
         is_away = is_elsewhere(model)
         rows = [decision.row(remarks.get(decision), is_away) for decision in found]
         if any(module._forward_pre_hooks and lazy_swap.waits(module) for _, module in view.named):

@@ -9,7 +9,7 @@ site is read from the site alone: a copy, a pickle or a model that was moved or 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -236,7 +236,7 @@ class Finder:
     install: Callable[[Registration], None] | None = None
     # undoes what `put` did to a model or a part of one, but for forwards, which all go out at the end
     revert: Callable[[View], None] | None = None
-    # says of decisions of any finder, whose kernels are there, what is not as fast as it could be
-    remarks: Callable[[View, list[Decision]], dict[Decision, str]] | None = None
+    # says of decisions of any finder, whose kernels are there, what is not as fast as it could be; None if nothing
+    remarks: Callable[[View, list[Decision]], Mapping[Decision, str | None]] | None = None
     # says what there is to say of a model beside the rows
     caption: Callable[[View], str | None] | None = None

@@ -31,10 +31,9 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
             package.packing.meet(module)
 
 
-def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
+def remarks(view: View, served: list[Decision]) -> dict[Decision, str | None]:
     """Say of swapped MLPs why they multiply twice, or compute in torch."""
-    found = {d: _remark(d.module, d.present) for d in served if d.present in MLPS.layers}  # type: ignore[arg-type]
-    return {decision: remark for decision, remark in found.items() if remark is not None}
+    return {d: _remark(d.module, d.present) for d in served if d.present in MLPS.layers}  # type: ignore[arg-type]
 
 
 def _remark(module: nn.Module, layer: str) -> str | None:

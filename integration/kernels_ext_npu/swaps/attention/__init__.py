@@ -101,11 +101,10 @@ def find(view: View) -> Iterator[Decision]:
             yield Decision(path, module, layer, reason, present, kind=ATTENTION.in_models, is_candidate=is_candidate)
 
 
-def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
+def remarks(view: View, served: list[Decision]) -> dict[Decision, str | None]:
     """Say of attention that the kernel computes what is not as fast as it could be, or not as without kernels."""
     found = {d: _remark(view.model, d.path, d.module) for d in served if d.kind == ATTENTION.in_models}
-    found |= {d: indexers.remark(d.module) for d in served if d.kind == INDEXERS.in_models}
-    return {decision: remark for decision, remark in found.items() if remark is not None}
+    return found | {d: indexers.remark(d.module) for d in served if d.kind == INDEXERS.in_models}
 
 
 def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:

@@ -120,10 +120,9 @@ def served(view: View) -> list[tuple[Any, Any]]:
     return [(module, kernel) for module in experts(view) if (kernel := serving_package(module)) is not None]
 
 
-def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
+def remarks(view: View, served: list[Decision]) -> dict[Decision, str | None]:
     """Say what is not as fast as it could be in experts, or in blocks with a list of them, that are served."""
-    found = {decision: _remark(decision) for decision in served if decision.kind == EXPERTS.in_models}
-    return {decision: remark for decision, remark in found.items() if remark is not None}
+    return {decision: _remark(decision) for decision in served if decision.kind == EXPERTS.in_models}
 
 
 def _remark(decision: Decision) -> str | None:

@@ -1,15 +1,12 @@
 """The owner of a forward: a layer or mechanism of ours, another kernel that `kernels` loaded, or somebody else.
 
-Forwards of ours are marked. Nothing else reaches into a loaded package. ``swiglu`` exports `packing`; ``fused_moe``
-exports `blocks` and `gates`.
+Forwards of ours are marked.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from types import FunctionType, MethodType
-from typing import Any
 
 from torch import nn
 
@@ -41,11 +38,6 @@ def layer_name(forward: Callable | None) -> str | None:
 def class_name(forward: Callable | None) -> str:
     """Return the name of the class that a forward function was written in."""
     return getattr(forward, "__qualname__", "").partition(".")[0]
-
-
-def package(forward: Callable) -> Any:
-    """Return the loaded package that a forward function of ours comes from."""
-    return sys.modules[forward.__module__.partition(".")[0]]
 
 
 def marked(forward: FunctionType, owner: str) -> FunctionType:

@@ -34,7 +34,8 @@ from kernels_ext_npu.swaps.linear.plain_linear import COMPRESSED, qualified_name
 REPOSITORY = "Linear"
 NAME = "quantised_linear"
 _LIBRARY = "compressed_tensors"
-_HELD = "_kernels_ext_npu_compressed"  # attribute of a served layer, and of the model whose hook was taken out
+_HELD = "_kernels_ext_npu_compressed"  # attribute of a served layer: what is known of it
+_COMPRESSOR = "_kernels_ext_npu_compressor"  # attribute of a model whose hook was taken out: what makes it again
 _HOOK = "ct_decompress_hook"  # attribute of a model that the first forward makes wide
 _PACKED = "weight_packed"
 _OFFSET = "_kernels_ext_npu_offset"  # buffer of a served layer that has zero points: these, with a minus
@@ -67,7 +68,7 @@ def find(view: View) -> list[Decision]:
     found: list[Decision] = []
     if not (known := schemes(view)):
         return found
-    has_hook = bool(_holders(view, _HOOK) or _holders(view, _HELD))
+    has_hook = bool(_models_with(view, _HOOK) or _models_with(view, _COMPRESSOR))
     reasons = {module: _refusal(module, scheme, has_hook) for module, scheme in known.items()}
     refused = next(filter(None, reasons.values()), None)
     for path, module in view.named:
@@ -89,12 +90,12 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     if any(decision.reason is not None for decision in decisions):
         revert(view)
         return
-    for model in _holders(view, _HOOK) if decisions else ():
+    for model in _models_with(view, _HOOK) if decisions else ():
         handle = vars(model)[_HOOK]
         compressor = inspect.getclosurevars(model._forward_pre_hooks[handle.id]).nonlocals["self"]
         handle.remove()
         delattr(model, _HOOK)
-        setattr(model, _HELD, compressor)
+        setattr(model, _COMPRESSOR, compressor)
         if lazy_swap.called() is model:  # it is about to run the hook all the same
             compressor.decompress_model = functools.partial(_leave_once, compressor)
     for decision in decisions:
@@ -114,9 +115,13 @@ def revert(view: View) -> None:
     for module in layers:
         _give_back(module)
     wide = QuantizationStatus.DECOMPRESSED
-    models = [m for m in _holders(view, _HELD) if all(vars(p).get("quantization_status") != wide for p in m.modules())]
+    models = [
+        model
+        for model in _models_with(view, _COMPRESSOR)
+        if all(vars(part).get("quantization_status") != wide for part in model.modules())
+    ]
     for model in models:
-        vars(model).pop(_HELD).add_decompress_hook(model)
+        vars(model).pop(_COMPRESSOR).add_decompress_hook(model)
     for module in layers if not models else ():
         decompress_module(module)
 
@@ -147,28 +152,22 @@ def schemes(view: View) -> dict[nn.Module, Any]:
     """Return the layers that compressed-tensors keeps in few bits, or did until a kernel took them, and how."""
     if _LIBRARY not in sys.modules:
         return {}
-    members = {module: vars(module) for _, module in view.named}
-    known = [module for module, own in members.items() if "quantization_scheme" in own or _HELD in own]
-    return {module: scheme for module in known if (scheme := _scheme(module)) is not None}
+    return {module: scheme for _, module in view.named if (scheme := _scheme(module)) is not None}
 
 
 def _scheme(module: nn.Module) -> Any:
     """Return the scheme of a layer in few bits, also of one that is served; None of any other."""
     members = vars(module)
-    if (held := members.get(_HELD)) is not None:
-        return getattr(held, "scheme", None)
+    if _HELD in members:
+        return members[_HELD].scheme
     scheme = members.get("quantization_scheme")
     is_kept = members.get("quantization_status") == "compressed"
     return scheme if is_kept and getattr(scheme, "weights", None) is not None else None
 
 
-def _holders(view: View, name: str) -> list[nn.Module]:
-    """Return the models that compressed-tensors makes wide in their first forward, or would if no layers were served.
-
-    They hold the handle of the hook under one name, and later what makes hooks under another, as layers what is known
-    of them.
-    """
-    return [module for _, module in view.named if name in vars(module) and not isinstance(vars(module)[name], Held)]
+def _models_with(view: View, attribute: str) -> list[nn.Module]:
+    """Return the models with the hook that makes them wide in their first forward, or with what makes it again."""
+    return [module for _, module in view.named if attribute in vars(module)]
 
 
 def _refusal(module: Any, scheme: Any, has_hook: bool) -> str | None:

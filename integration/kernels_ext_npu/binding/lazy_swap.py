@@ -7,8 +7,8 @@ At the first forward all of that is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from itertools import chain
-from threading import local
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 from kernels_ext_npu.binding import registration, use_kernels_flag
 from kernels_ext_npu.binding.patches import Patches
 
-_running = local()
+_called: ContextVar[nn.Module | None] = ContextVar("_called", default=None)
 
 
 def install(patches: Patches) -> None:
@@ -41,7 +41,7 @@ def waits(model: nn.Module) -> bool:
 
 def called() -> nn.Module | None:
     """Return the model whose first call is swapping kernels in, with other hooks of it to come; None at other times."""
-    return getattr(_running, "called", None)
+    return _called.get()
 
 
 def forget(model: nn.Module) -> None:
@@ -67,11 +67,11 @@ def swap(called: nn.Module, args: Any) -> None:
         forget(module)
     forget(called)
     if not use_kernels_flag.is_noted(model):
-        _running.called = called
+        token = _called.set(called)
         try:
             active.on_first_call(model)
         finally:
-            _running.called = None
+            _called.reset(token)
 
 
 def _outermost(called: nn.Module, waiting: Iterable[nn.Module]) -> nn.Module:

@@ -12,9 +12,9 @@ layer to layer nothing is normed ahead.
 from __future__ import annotations
 
 import functools
-import threading
 from collections import Counter
 from collections.abc import Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
@@ -44,13 +44,7 @@ class _Loop:
     normed: tuple[nn.Module, Tensor, Tensor] | None = None  # the norm computed ahead, its input, its output
 
 
-class _Running(threading.local):
-    """Holds the loop that runs in this thread."""
-
-    loop: _Loop | None = None  # the innermost
-
-
-_running = _Running()
+_running: ContextVar[_Loop | None] = ContextVar("_running", default=None)  # the innermost loop
 
 
 def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
@@ -82,7 +76,7 @@ def caption(view: View) -> str | None:
 
 def hand_on(layer: nn.Module, x: Tensor) -> None:
     """Pass what was normed for a layer on to the next one, for a layer that inspection skips."""
-    loop = _running.loop
+    loop = _running.get()
     if loop is not None and loop.normed is not None and loop.normed[1] is x:
         norm = _norm_behind(layer, loop)
         loop.normed = None if norm is None else (norm, *loop.normed[1:])
@@ -124,7 +118,7 @@ def _fused_forward(original: FunctionType, sums: Sums, kernel: ModuleType) -> Fu
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not _decodes_one_token(self, args, kwargs):
             return class_forward(self, forward, original)(self, *args, **kwargs)
-        loop = _running.loop
+        loop = _running.get()
         if loop is None or loop.running is not None:
             return together(self, *args, **kwargs)
         loop.running = self
@@ -147,12 +141,11 @@ def _forward_with(original: FunctionType, found: LayerLoop) -> FunctionType:
             return class_forward(self, forward, original)(self, *args, **kwargs)
         layers = self._modules.get(found.layers)
         is_plain = type(layers) is nn.ModuleList and found.follows(args, kwargs)
-        outer = _running.loop
-        _running.loop = _Loop(dict(zip(layers, list(layers)[1:]))) if is_plain else None  # type: ignore
+        token = _running.set(_Loop(dict(zip(layers, list(layers)[1:]))) if is_plain else None)  # type: ignore
         try:
             return original(self, *args, **kwargs)
         finally:
-            _running.loop = outer
+            _running.reset(token)
 
     setattr(forward, MATCHED, original)
     return forward  # type: ignore[return-value]
@@ -182,7 +175,7 @@ def _normed(layer: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
 
 def _loop_around(layer: nn.Module) -> _Loop | None:
     """Return the loop that called a layer; None if other code did, such as a hook of another layer."""
-    loop = _running.loop
+    loop = _running.get()
     return loop if loop is not None and loop.running is layer else None
 
 

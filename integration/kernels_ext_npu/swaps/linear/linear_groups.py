@@ -7,8 +7,8 @@ called computes all, and the others, called with the same tensor, return what wa
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterator, Sequence, Set
+from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
 
@@ -23,15 +23,9 @@ LORA = "lora"  # the owner of forwards of layers with adapters
 _OWNER = "linear_groups"
 
 
-class _Running(threading.local):
-    """Holds the module whose forward runs in this thread, and the cached outputs of its layers."""
-
-    def __init__(self) -> None:
-        self.module: nn.Module | None = None  # the innermost running one with such layers
-        self.outputs: dict[nn.Module, tuple[Tensor, Tensor]] = {}  # layer -> (its input, its output)
-
-
-_running = _Running()
+_Outputs = dict[nn.Module, tuple[Tensor, Tensor]]  # layer -> (its input, its output)
+# the innermost module with such layers whose forward runs, and the cached outputs of its layers
+_running: ContextVar[tuple[nn.Module, _Outputs] | None] = ContextVar("_running", default=None)
 
 
 def put(view: View, served: Set[nn.Module]) -> None:
@@ -56,19 +50,21 @@ def shared_input_groups(module: nn.Module) -> Iterator[list[nn.Module]]:
 
 def called_next(layer: nn.Module) -> list[nn.Module]:
     """Return the group of layers of which this one is called first; an empty list if it leads none."""
-    if _running.module is None:
-        return []
-    return next((group for group in shared_input_groups(_running.module) if group[0] is layer), [])
+    running = _running.get()
+    groups = () if running is None else shared_input_groups(running[0])
+    return next((group for group in groups if group[0] is layer), [])
 
 
 def cache_outputs(x: Tensor, layers: Sequence[nn.Module], outputs: Sequence[Tensor]) -> None:
     """Cache outputs of layers of one input until they are called, or the forward of their module ends."""
-    _running.outputs.update({layer: (x, output) for layer, output in zip(layers, outputs, strict=True)})
+    if (running := _running.get()) is not None:
+        running[1].update({layer: (x, output) for layer, output in zip(layers, outputs, strict=True)})
 
 
 def pop_cached(layer: nn.Module, x: Tensor) -> Tensor | None:
     """Take the cached output of a layer out; None if there is none, or it was of another input."""
-    found = _running.outputs.pop(layer, None)
+    running = _running.get()
+    found = None if running is None else running[1].pop(layer, None)
     return found[1] if found is not None and found[0] is x else None
 
 
@@ -81,11 +77,10 @@ def _grouped_forward(forward: FunctionType) -> FunctionType:
         original = class_forward(self, announced, forward)
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
-        outer = _running.module, _running.outputs
-        _running.module, _running.outputs = self, {}
+        token = _running.set((self, {}))
         try:
             return original(self, *args, **kwargs)
         finally:
-            _running.module, _running.outputs = outer
+            _running.reset(token)
 
     return announced  # type: ignore[return-value]

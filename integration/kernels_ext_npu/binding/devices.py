@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import chain
 
 import torch
 from torch import nn
@@ -74,9 +75,7 @@ def computes_on(tensor: torch.Tensor) -> str:
 
 
 def _where(module: nn.Module) -> str | None:
-    tensor: torch.Tensor | None = next(module.parameters(), None)
-    if tensor is None:
-        tensor = next(module.buffers(), None)
+    tensor: torch.Tensor | None = next(chain(module.parameters(), module.buffers()), None)
     if tensor is None:
         return None
     if tensor.is_meta:

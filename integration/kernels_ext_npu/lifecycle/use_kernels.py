@@ -29,10 +29,10 @@ def _set_use_kernels(original: Callable, model: Any, use_kernels: bool, *args: A
     given = inspect.signature(original).bind(model, use_kernels, *args, **kwargs).arguments
     if not model.use_kernels:  # train() and eval() look again where it is on already
         registration.restored.difference_update(model.modules())
-    with assume_npu_if_meta(model) as without_weights:
-        is_here = model.device.type == "npu"
-        is_offloaded = not is_here and not without_weights and compute_device(model) == "npu"
-        is_away = not (is_here or is_offloaded or without_weights)
+    with assume_npu_if_meta(model):
+        is_away = compute_device(model) != "npu"
+        # offloaded, or without weights yet: transformers would take kernels for the CPU, or for meta
+        waits = not is_away and model.device.type != "npu"
         is_for_npu_only = use_kernels_flag.is_for_npu_only(model)
         if is_away and not is_for_npu_only:
             warnings.warn(
@@ -46,7 +46,6 @@ def _set_use_kernels(original: Callable, model: Any, use_kernels: bool, *args: A
         def bind_layers(mode: Mode) -> None:
             if is_away and is_for_npu_only:  # nobody has asked for kernels of other devices
                 return
-            waits = is_offloaded or without_weights  # transformers would take kernels for the CPU, or for meta
             if has_config or not waits:
                 original(model, use_kernels, *args, **kwargs)
             use_kernels_flag.note(model, was_asked=not is_for_npu_only)

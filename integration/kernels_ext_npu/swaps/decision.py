@@ -15,6 +15,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from kernels_ext_npu.binding.forward_binding import bound_kernel
 from kernels_ext_npu.binding.loaded_kernels import OWNER, set_forward
@@ -83,6 +84,11 @@ class View:
     def instances(self, classes: Collection[type[nn.Module]]) -> list[tuple[str, nn.Module]]:
         """Return the modules of some classes, with their paths, in the order of the model."""
         return [(path, module) for path, module in self.named if type(module) in classes] if classes else []
+
+    @functools.cached_property
+    def pretrained(self) -> list[tuple[str, PreTrainedModel]]:
+        """The models of transformers in it, with their paths, outer ones before those in them."""
+        return [(path, each) for path, each in self.named if isinstance(each, PreTrainedModel)]
 
     def owned(self, owner: str) -> list[nn.Module]:
         """Return the modules whose forward is that of a layer or a mechanism of ours, as it is now."""

@@ -10,7 +10,6 @@ other devices the kernels compute what the original does.
 
 from __future__ import annotations
 
-import functools
 import pkgutil
 import re
 import sys
@@ -49,7 +48,12 @@ _MAKES_ANGLES = re.compile(
 
 def install(active: Registration) -> None:
     """Take the kernels out of all functions when kernels are no longer registered."""
-    active.patches.at_the_end(functools.partial(_take_out, active.function_layers))
+
+    def take_out() -> None:
+        for function in active.function_layers:
+            forward_binding.take_out(function)
+
+    active.patches.at_the_end(take_out)
 
 
 def find(view: View) -> Iterator[Decision]:
@@ -200,11 +204,6 @@ def _by_name(original: FunctionType) -> tuple[Callable[[str], Any], tuple[str]]:
     if not is_kernel_function(pkgutil.resolve_name(place)):
         raise PicklingError(f"Can't pickle {place}: it was replaced in its file; put it back, or save a state dict")
     return pkgutil.resolve_name, (place,)
-
-
-def _take_out(functions: Iterable[nn.Module]) -> None:
-    for function in functions:
-        forward_binding.take_out(function)
 
 
 FINDER = Finder("functions", find, put, install, revert)

@@ -112,7 +112,7 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     for _, module in view.named:
         if eligibility.KERNEL_DISABLED in vars(module) and module not in registration.restored:
             delattr(module, eligibility.KERNEL_DISABLED)
-    for model in _models(view):
+    for _, model in view.pretrained:
         if model not in registration.restored:
             eligibility.forget_restored(model.config)
     if NPU_FLASH_ATTENTION.is_registered():
@@ -129,17 +129,13 @@ def revert(view: View) -> None:
     """Let a model compute its attention without the kernel, and its config name what it named before."""
     calling = [cls for cls, facts in view.facts.items() if facts.names_attention]
     modules = [module for _, module in view.instances(calling) if eligibility.calls_by_name(module)]
-    attn_implementation.take_out(_models(view), modules)
+    attn_implementation.take_out([model for _, model in view.pretrained], modules)
     choosing = view.instances([cls for cls, facts in view.facts.items() if facts.is_indexer])
     for module in (*modules, *(module for _, module in choosing)):
         setattr(module, eligibility.KERNEL_DISABLED, True)
         indexers.end_training(module)
-    for model in _models(view):
+    for _, model in view.pretrained:
         eligibility.note_restored(model.config)
-
-
-def _models(view: View) -> list[PreTrainedModel]:
-    return [m for _, m in view.instances([cls for cls in view.by_class if issubclass(cls, PreTrainedModel)])]  # type: ignore
 
 
 def _refusal(module: nn.Module) -> str | None:

@@ -66,14 +66,12 @@ def find_heads(view: View) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
     """Find the heads of models that compute a loss from labels, with their paths and the innermost of their models."""
     paths = {module: path for path, module in view.named}
     found: dict[nn.Module, PreTrainedModel] = {}
-    models = [cls for cls in view.by_class if issubclass(cls, PreTrainedModel)]
-    module: Any
-    for _, module in view.instances(models):
-        if "labels" in (names := _names(module)) and names & _LOSSES:
+    for _, model in view.pretrained:
+        if "labels" in (names := _names(model)) and names & _LOSSES:
             with suppress(NotImplementedError, AttributeError):
-                head = module.get_output_embeddings()
+                head = model.get_output_embeddings()
                 if isinstance(head, nn.Module) and head in paths:
-                    found[head] = module
+                    found[head] = model
     return ((paths[head], head, owner) for head, owner in found.items())
 
 

@@ -29,7 +29,7 @@ from kernels_ext_npu.catalogue import PROJECTIONS
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
-from kernels_ext_npu.swaps.linear.plain_linear import COMPRESSED, qualified_name
+from kernels_ext_npu.swaps.linear.plain_linear import COMPRESSED, WRAPPED, qualified_name
 
 REPOSITORY = "Linear"
 NAME = "quantised_linear"
@@ -193,7 +193,7 @@ def _refusal(module: Any, scheme: Any, has_hook: bool) -> str | None:
         return Reason("meta", "its weight is on meta: once it is loaded kernelize(model) looks again")
     code = getattr(getattr(vars(module).get("forward"), "__func__", None), "__code__", None)
     if forward_owner(module) != COMPRESSED and (code is None or not code.co_filename.endswith(_FORWARD)):
-        return Reason("wrapped", "another library has wrapped its forward")
+        return WRAPPED
     if not has_hook:
         return Reason("part", "the first forward of the model around it makes it wide: kernelize that model")
     return None

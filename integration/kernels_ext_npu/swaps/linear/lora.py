@@ -31,7 +31,7 @@ from kernels_ext_npu.swaps import gate_up_layout, refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View, bind_forwards
 from kernels_ext_npu.swaps.linear import compressed_linear, linear_groups
 from kernels_ext_npu.swaps.linear.linear_groups import LORA
-from kernels_ext_npu.swaps.linear.plain_linear import is_quantised, qualified_name, why_not_plain
+from kernels_ext_npu.swaps.linear.plain_linear import WRAPPED, is_quantised, qualified_name, why_not_plain
 
 REPOSITORY = "Linear"
 NAME = "lora_linear"
@@ -150,7 +150,7 @@ def _refusal(module: Any, is_sharded: bool) -> str | None:
     if not (_is_written(type(module).forward, written) and vars(module).keys() >= _MEMBERS):  # type: ignore[arg-type]
         return "this release of peft computes adapters in other words"
     if "forward" in vars(module) and forward_owner(module) is None:
-        return "another library has wrapped its forward"
+        return WRAPPED
     found = _current_layer(module, is_sharded)
     return found if isinstance(found, str) and found is not PAUSED else None
 
@@ -234,16 +234,18 @@ def _frozen(layer: _Layer, x: Tensor, kernel: ModuleType) -> tuple[Any, Tensor |
     """Return the weight and bias of the frozen layer as the kernel takes them."""
     if layer.quantised is None:
         return layer.weight, layer.bias
-    from kernels_ext_npu.swaps.linear import quantised_layers  # models in 16 bits do without
+    from kernels_ext_npu.bitsandbytes_backend import layers  # models in 16 bits do without
 
-    weight = quantised_layers.weight(layer.quantised, x.dtype, kernel)
+    weight = layers.weight(layer.quantised, x.dtype, kernel)
     return weight, None if layer.bias is None else layer.bias.to(weight.dtype)
 
 
 def _why_not_made(base: Any, is_sharded: bool) -> str | None:
-    from kernels_ext_npu.swaps.linear import quantised_layers  # models in 16 bits do without
+    """Return why a kernel cannot make the weight of a quantised layer; None if it can."""
+    from kernels_ext_npu.bitsandbytes_backend import layers  # models in 16 bits do without
 
-    return quantised_layers.why_not_made(base, is_sharded)
+    is_wrapped = "forward" in vars(base) and forward_owner(base) is None
+    return WRAPPED if is_wrapped else layers.why_not_made(base, is_sharded)
 
 
 def _current_layer(module: Any, is_sharded: bool = False) -> _Layer | str:

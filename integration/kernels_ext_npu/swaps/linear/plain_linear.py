@@ -18,8 +18,8 @@ from kernels_ext_npu.module_state import TORCH_CALL, has_hooks
 from kernels_ext_npu.reasons import Reason
 
 COMPRESSED = "compressed"  # the owner of forwards of layers that compressed-tensors keeps in few bits
-BITSANDBYTES = "bitsandbytes.nn.modules"
-_FOUR_BIT = ("Linear4bit", "LinearNF4", "LinearFP4")
+WRAPPED = Reason("wrapped", "another library has wrapped its forward")
+_BITSANDBYTES, _QUANTISED = "bitsandbytes.nn.modules", ("Linear4bit", "LinearNF4", "LinearFP4", "Linear8bitLt")
 _NUMBERS = (nn.Parameter, FakeTensor)
 # torch's own: somebody may have put another in its place, before or since
 _FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) is vars(linear) else None
@@ -39,7 +39,7 @@ def why_not_plain(layer: nn.Module, is_sharded: bool = False) -> Reason | None:
     if "forward" in vars(layer):
         owner = forward_owner(layer)
         if owner is None:
-            return Reason("wrapped", "another library has wrapped its forward")
+            return WRAPPED
         if owner == COMPRESSED:
             return Reason("in few bits", "compressed-tensors keeps its weight in few bits")
     if has_hooks(layer):
@@ -57,13 +57,8 @@ def why_not_plain(layer: nn.Module, is_sharded: bool = False) -> Reason | None:
 
 def is_quantised(cls: type) -> bool:
     """Tell whether a class is one of bitsandbytes' in four or eight bits."""
-    return is_in_four_bits(cls) or cls is getattr(sys.modules.get(BITSANDBYTES), "Linear8bitLt", None)
-
-
-def is_in_four_bits(cls: type) -> bool:
-    """Tell whether a class is one of bitsandbytes' in four bits."""
-    library = sys.modules.get(BITSANDBYTES)
-    return library is not None and any(cls is getattr(library, name, None) for name in _FOUR_BIT)
+    library = sys.modules.get(_BITSANDBYTES)
+    return library is not None and any(cls is getattr(library, name, None) for name in _QUANTISED)
 
 
 def qualified_name(cls: type) -> str:

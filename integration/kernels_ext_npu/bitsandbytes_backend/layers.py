@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kernels_ext_npu.binding.loaded_kernels import forward_owner
+from kernels_ext_npu.bitsandbytes_backend import four_bit, registration
 from kernels_ext_npu.module_state import TORCH_CALL, has_hooks
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.swaps.linear.plain_linear import BITSANDBYTES, is_in_four_bits
 
+_IN_EIGHT_BITS = "Linear8bitLt"  # the class of such layers; all others are in four
 _NOT_YET = Reason("not quantised", "its weight is not quantised yet")
 _NESTED = 256  # scales in eight bits share one, as bitsandbytes makes them and multiplies
 
@@ -27,17 +27,13 @@ def why_not_made(layer: Any, is_sharded: bool = False) -> Reason | None:
     """Return why a kernel cannot make the weight of a quantised layer; None if it can.
 
     Args:
-        layer: one of bitsandbytes'.
+        layer: one of bitsandbytes', whose forward nobody has wrapped.
         is_sharded: whether a DTensor will do, which FSDP2 makes plain while the model is called.
     """
-    from kernels_ext_npu.bitsandbytes_backend import registration  # models in 16 bits do without
-
     if not registration.is_registered():
         return Reason("operators", "bitsandbytes has no operators for the NPU: it was imported before torch_npu")
-    if type(layer).__call__ is not TORCH_CALL or type(layer).forward.__module__ != BITSANDBYTES:
+    if type(layer).__call__ is not TORCH_CALL or type(layer).forward.__module__ != type(layer).__module__:
         return Reason("replaced", "the forward of bitsandbytes' layers was replaced")
-    if "forward" in vars(layer) and forward_owner(layer) is None:
-        return Reason("wrapped", "another library has wrapped its forward")
     if has_hooks(layer):
         return Reason("hooks", "hooks watch its calls")
     parameter = layer._parameters.get("weight")
@@ -45,7 +41,7 @@ def why_not_made(layer: Any, is_sharded: bool = False) -> Reason | None:
         return Reason("flattened", "its weight is a part of another tensor, as under FSDP1")
     if isinstance(parameter, DTensor) and not is_sharded:
         return Reason("sharded", "its weight is sharded, and nobody has gathered it")
-    if is_in_four_bits(type(layer)):
+    if type(layer).__name__ != _IN_EIGHT_BITS:
         state = _state(layer)
         if state is None:
             return _NOT_YET
@@ -68,7 +64,7 @@ def weight(layer: Any, dtype: torch.dtype, kernel: ModuleType) -> Any:
         dtype: of the input, in which a layer computes that says nothing.
     """
     shape = (layer.out_features, layer.in_features)
-    if not is_in_four_bits(type(layer)):
+    if type(layer).__name__ == _IN_EIGHT_BITS:
         packed, scales = _bytes_and_scales(layer)
         assert scales is not None  # why_not_made looks
         return kernel.QuantizedWeight(packed, functools.partial(_from_bytes, scales, dtype), shape, dtype)
@@ -95,8 +91,6 @@ def _bytes_and_scales(layer: Any) -> tuple[Tensor, Tensor | None]:
 
 def _from_four_bits(state: Any, dtype: torch.dtype, packed: Tensor, out: Tensor | None = None) -> Tensor:
     """Make a weight in four bits, as ``bitsandbytes.functional.dequantize_4bit`` does."""
-    from kernels_ext_npu.bitsandbytes_backend import four_bit  # models in 16 bits do without
-
     scales = state.absmax
     if state.nested:
         nested = state.state2

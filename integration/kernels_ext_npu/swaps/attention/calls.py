@@ -115,7 +115,7 @@ def kernel_or_flex(
         return original(module, query, key, value, mask, **kwargs)
     guards.refuse_partial_sequence(module, eligibility.FLEX)
     if isinstance(mask, BlockMask):
-        from kernels_ext_npu.swaps.attention import block_masks  # for those that use it alone
+        from kernels_ext_npu.flex_attention import block_masks  # for those that use it alone
 
         mask = block_masks.describe_block_mask(mask)
     if mask is None:  # the original asks no module whether it is causal
@@ -130,9 +130,9 @@ def flex_attention(original: Callable, query: Tensor, *args: Any, **kwargs: Any)
 
 @torch.compiler.disable
 def _flex_attention(*args: Any, **kwargs: Any) -> Tensor:
-    from kernels_ext_npu.swaps.attention import flex_attention as direct  # for those that call it alone
+    from kernels_ext_npu.flex_attention import score_functions  # for those that call it alone
 
-    return direct.flex_attention(*args, **kwargs)
+    return score_functions.flex_attention(*args, **kwargs)
 
 
 def get_interface(original: Callable, self: AttentionInterface, implementation: str, default: Callable) -> Callable:

@@ -17,8 +17,8 @@ from transformers import AttentionInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 
 import kernels_ext_npu
+from kernels_ext_npu.flex_attention import block_masks
 from kernels_ext_npu.measuring.costs import Cost
-from kernels_ext_npu.swaps.attention import block_masks
 from tests.support import npu_counts, pages, zoo
 from tests.support.attention_models import BATCHES, MODELS, build, ids, on_npu
 from tests.support.launches import ATTENTION

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from kernels_ext_npu.lifecycle.kernelize import kernelize, restore
     from kernels_ext_npu.lifecycle.register import register, unregister
     from kernels_ext_npu.reporting.report import Report, report
-    from kernels_ext_npu.swaps.attention.indexer_training import train_indexer
     from kernels_ext_npu.swaps.decision import Row
+    from kernels_ext_npu.training.indexer_loss import train_indexer
 
 __version__ = "0.1.0"
 
@@ -41,7 +41,7 @@ _MODULES = {
     "register": "lifecycle.register",
     "report": "reporting.report",
     "restore": "lifecycle.kernelize",
-    "train_indexer": "swaps.attention.indexer_training",
+    "train_indexer": "training.indexer_loss",
     "unregister": "lifecycle.register",
 }
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import INDEXERS
+from kernels_ext_npu.swaps.attention import mla_absorb
 from tests.support.sparse_models import made
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -28,6 +29,14 @@ INPUTS: dict[str, dict[str, Tensor]] = {
     "padded": {"attention_mask": MASK},
     "packed": {"position_ids": torch.cat((torch.arange(5), torch.arange(7))).expand(2, -1)},
 }
+
+
+@pytest.fixture
+def always(monkeypatch) -> None:
+    """Attend to latents of chosen keys wherever there are more keys."""
+    monkeypatch.setattr(
+        mla_absorb.Latents, "is_cheaper_for_chosen", lambda self, queries, count, gathered: count < self.nope.shape[2]
+    )
 
 
 def models(name: str, dense: bool = False, **sizes: int) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -118,7 +127,7 @@ def test_loss_and_all_gradients_are_those_of_the_formula(request, name: str, inp
 
 
 def test_long_rows_are_compared_in_parts_and_a_loop_adds_the_loss_itself(monkeypatch, always) -> None:
-    monkeypatch.setattr("kernels_ext_npu.swaps.attention.indexer_training._AT_A_TIME", 5)
+    monkeypatch.setattr("kernels_ext_npu.training.indexer_loss._AT_A_TIME", 5)
     for inputs in INPUTS.values():
         model, ours = models(NAMES[0])
         _, divergence, truth = wanted(model, input_ids=IDS, labels=IDS, **inputs)

@@ -171,7 +171,7 @@ MECHANISMS = (
     ),
     Mechanism(
         "experts by the name of an implementation",
-        ("swaps/experts/implementation.py",),
+        ("swaps/experts.py",),
         off=((f"{_SWAPS}.finders:FINDERS", _all_but("experts")),),  # which register() installs
         models=MIXTURES,
     ),

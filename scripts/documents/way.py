@@ -79,7 +79,7 @@ WAY = (
     Step(
         "experts",
         "A mixture of experts without an explicit implementation uses the kernel, by the name of one in its config.",
-        ("swaps.experts:put", "swaps.experts.implementation:npu_grouped_mm"),
+        ("swaps.experts:put", "swaps.experts:npu_grouped_mm"),
     ),
     Step(
         "loss",

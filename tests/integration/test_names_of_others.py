@@ -31,7 +31,6 @@ FILES_OF_MODELS = (
     "lifecycle/*.py",
     "swaps/*.py",
     "swaps/attention/*.py",
-    "swaps/experts/*.py",
 )
 OURS = {"output_attentions", "input"}  # a flag of configs that is handed on; the first argument of F.cross_entropy
 

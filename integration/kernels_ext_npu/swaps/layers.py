@@ -29,9 +29,8 @@ from kernels_ext_npu.matching.classification import PROJECTIONS, classify_instan
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.swaps import refusals
+from kernels_ext_npu.swaps import experts, refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
-from kernels_ext_npu.swaps.experts import implementation as experts
 
 # kinds of which no kernel is expected to serve all modules
 _PARTLY_SERVED = (catalogue.TABLES, catalogue.LAYER_NORMS, catalogue.PATCHES)

@@ -1,4 +1,4 @@
-"""The experts implementation ``npu_grouped_mm`` of transformers, which configs name, and which modules it serves.
+"""Experts: the implementation ``npu_grouped_mm``, which configs name, and what the kernel knows of those it serves.
 
 It is the forward of the layer `MoEExperts`, called by name. While kernels are registered, models that would take
 transformers' default take it, on the NPU; on other devices it hands over to that default. Who names another
@@ -7,25 +7,65 @@ implementation gets that one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from kernels_ext_npu.binding import forward_binding, registration
 from kernels_ext_npu.binding.devices import awaits_weights, is_elsewhere
 from kernels_ext_npu.binding.forward_binding import bound_package, kernel_forward
 from kernels_ext_npu.binding.named_implementation import NPU_GROUPED_MM
+from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import EXPERTS
 from kernels_ext_npu.matching.fingerprint import is_experts_class
 from kernels_ext_npu.module_state import has_hooks
-from kernels_ext_npu.swaps.decision import Decision, View
+from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 
 DEFAULT = "grouped_mm"  # transformers' default
 LAYER = "MoEExperts"  # what the implementation calls by name
 WITH_LISTS = ("SparseMoEBlock", "GatedMoEBlock")  # the layers that serve blocks with a list of experts
+# layer -> the submodule that it computes without calling it
+_BYPASSED = {
+    **dict.fromkeys((*WITH_LISTS, "ScaledTokensMoEBlock"), "experts"),
+    "FlatExperts": "mlp",
+    "CorrectedSoftmaxTopKRouter": "moe_statics",
+}
+
+
+def install(active: Registration) -> None:
+    """Enter the implementation into transformers' table, and let models take it that would take the default."""
+    if NPU_GROUPED_MM.is_registered():
+        patches, is_in_use = active.patches, NPU_GROUPED_MM.is_registered
+        patches.item(ALL_EXPERTS_FUNCTIONS._global_mapping, NPU_GROUPED_MM.name, npu_grouped_mm)
+        patches.method(PreTrainedModel, "get_correct_experts_implementation", choose, is_in_use)
+        patches.method(PreTrainedModel, "set_experts_implementation", set_implementation, is_in_use)
+
+
+def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
+    """Let the kernel recognise the activations of experts, and remember the forwards of submodules that it bypasses.
+
+    It does so now, since it cannot while a graph is captured.
+    """
+    for module, layer, package in view.placed:
+        if (name := _BYPASSED.get(layer)) is not None:
+            bypassed: Any = getattr(module, name)
+            first = bypassed[0] if isinstance(bypassed, nn.ModuleList) else bypassed
+            package.expert_lists.remember_forward(bypassed, kernel_forward(first))
+    for module, kernel in _served(view):
+        if not kernel.expert_activation.is_current(module):
+            kernel.expert_activation.forget(module)
+        kernel.expert_activation.recognised_activation(module)
+
+
+def revert(view: View) -> None:
+    """Give a model the default back, and forget its gates."""
+    for module, kernel in _served(view):
+        kernel.expert_activation.forget(module)
+    for module in _modules(view):  # one config is that of many
+        NPU_GROUPED_MM.take_out(module.config, DEFAULT)
 
 
 def npu_grouped_mm(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -105,19 +145,19 @@ def serving_package(module: nn.Module) -> Any:
     return active.packages.get(NPU_GROUPED_MM.repository) if active and is_called_by_name(module) else None
 
 
-def experts(view: View) -> list[Any]:
+def _modules(view: View) -> list[Any]:
     """Return the modules of a model whose forward calls the implementation that their config names."""
     return [module for cls, facts in view.facts.items() if facts.is_experts for module in view.by_class[cls]]
 
 
 def called_by_name(view: View) -> set[nn.Module]:
     """Return the experts of a model whose forwards end in our implementation."""
-    return set(filter(is_called_by_name, experts(view)))
+    return set(filter(is_called_by_name, _modules(view)))
 
 
-def served(view: View) -> list[tuple[Any, Any]]:
+def _served(view: View) -> list[tuple[Any, Any]]:
     """Return the experts of a model that are served, each with the package of the kernel."""
-    return [(module, kernel) for module in experts(view) if (kernel := serving_package(module)) is not None]
+    return [(module, kernel) for module in _modules(view) if (kernel := serving_package(module)) is not None]
 
 
 def remarks(view: View, served: list[Decision]) -> dict[Decision, str | None]:
@@ -139,3 +179,6 @@ def _remark(decision: Decision) -> str | None:
     if has_hooks(getattr(module, "act_fn", None)):
         return "what lies between its products is computed in torch, since hooks watch its activation"
     return "what lies between its products is computed in torch: the kernel has SwiGLU and the clipped SwiGLU"
+
+
+FINDER = Finder("experts", put=put, install=install, revert=revert, remarks=remarks)

@@ -7,7 +7,6 @@ At the first forward all of that is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
 from itertools import chain
 from typing import Any
 
@@ -16,8 +15,6 @@ from torch import nn
 
 from kernels_ext_npu.binding import registration, use_kernels_flag
 from kernels_ext_npu.binding.patches import Patches
-
-_called: ContextVar[nn.Module | None] = ContextVar("_called", default=None)
 
 
 def install(patches: Patches) -> None:
@@ -37,11 +34,6 @@ def _wait(original: Callable, model: Any, *args: Any, **kwargs: Any) -> None:
 def waits(model: nn.Module) -> bool:
     """Tell whether the kernels are to be swapped into a model when it is called."""
     return any(hook is swap for hook in model._forward_pre_hooks.values())
-
-
-def called() -> nn.Module | None:
-    """Return the model whose first call is swapping kernels in, with other hooks of it to come; None at other times."""
-    return _called.get()
 
 
 def forget(model: nn.Module) -> None:
@@ -67,11 +59,7 @@ def swap(called: nn.Module, args: Any) -> None:
         forget(module)
     forget(called)
     if not use_kernels_flag.is_noted(model):
-        token = _called.set(called)
-        try:
-            active.on_first_call(model)
-        finally:
-            _called.reset(token)
+        active.on_first_call(model)
 
 
 def _outermost(called: nn.Module, waiting: Iterable[nn.Module]) -> nn.Module:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from kernels_ext_npu.binding import lazy_swap, registration
+from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.devices import awaits_weights
 from kernels_ext_npu.binding.loaded_kernels import forward_owner, set_forward
 from kernels_ext_npu.catalogue import PROJECTIONS
@@ -91,13 +91,12 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
         revert(view)
         return
     for model in _models_with(view, _HOOK) if decisions else ():
-        handle = vars(model)[_HOOK]
-        compressor = inspect.getclosurevars(model._forward_pre_hooks[handle.id]).nonlocals["self"]
-        handle.remove()
-        delattr(model, _HOOK)
+        hook = model._forward_pre_hooks[vars(model)[_HOOK].id]
+        compressor = inspect.getclosurevars(hook).nonlocals["self"]
+        # where the hook is about to run all the same, in the call that swaps kernels in, and where a save adds it again
+        compressor.decompress_model = compressor.remove_decompression_hook
+        compressor.remove_decompression_hook(model)
         setattr(model, _COMPRESSOR, compressor)
-        if lazy_swap.called() is model:  # it is about to run the hook all the same
-            compressor.decompress_model = functools.partial(_leave_once, compressor)
     for decision in decisions:
         if forward_owner(decision.module) != COMPRESSED:
             _take(decision.module)
@@ -114,21 +113,16 @@ def revert(view: View) -> None:
 
     for module in layers:
         _give_back(module)
-    wide = QuantizationStatus.DECOMPRESSED
-    models = [
-        model
-        for model in _models_with(view, _COMPRESSOR)
-        if all(vars(part).get("quantization_status") != wide for part in model.modules())
-    ]
-    for model in models:
-        vars(model).pop(_COMPRESSOR).add_decompress_hook(model)
-    for module in layers if not models else ():
+    waits = False
+    for model in _models_with(view, _COMPRESSOR):
+        compressor = vars(model).pop(_COMPRESSOR)
+        vars(compressor).pop("decompress_model", None)
+        status = {vars(part).get("quantization_status") for part in model.modules()}
+        if QuantizationStatus.DECOMPRESSED not in status:
+            compressor.add_decompress_hook(model)
+            waits = True
+    for module in layers if not waits else ():
         decompress_module(module)
-
-
-def _leave_once(compressor: Any, model: nn.Module) -> None:
-    """Take the place of what makes a model wide, for the one call that cannot be kept from coming."""
-    del compressor.decompress_model
 
 
 def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:

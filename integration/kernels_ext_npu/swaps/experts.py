@@ -25,6 +25,7 @@ from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 
 DEFAULT = "grouped_mm"  # transformers' default
+_ASKED = "".join(DEFAULT)  # the same for who asked for it, told by identity: other readers of configs see no difference
 LAYER = "MoEExperts"  # what the implementation calls by name
 WITH_LISTS = ("SparseMoEBlock", "GatedMoEBlock")  # the layers that serve blocks with a list of experts
 # layer -> the submodule that it computes without calling it
@@ -91,26 +92,18 @@ def npu_grouped_mm(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, 
 def other_than_ours(config: Any) -> str | None:
     """Return the implementation that somebody asked for; None if nobody did, or it is ours."""
     implementation = NPU_GROUPED_MM.named_in(config)
-    if implementation in (None, NPU_GROUPED_MM.name):
-        return None
-    if implementation == DEFAULT and not (
-        registration.current and registration.current.patches.knows(config, NPU_GROUPED_MM.field)
-    ):
-        return None
-    return str(implementation)
+    is_default = implementation == DEFAULT and implementation is not _ASKED
+    return None if is_default or implementation in (None, NPU_GROUPED_MM.name) else implementation
 
 
 def choose(original: Callable, self: PreTrainedModel, requested: str | None) -> str:
     """Return the implementation of a model, in place of its ``get_correct_experts_implementation``."""
-    assert registration.current is not None
     chosen = original(self, requested)
     if chosen == NPU_GROUPED_MM.name or (requested is None and chosen == DEFAULT):
         NPU_GROUPED_MM.set_in(self.config, DEFAULT)
         registration.try_package(NPU_GROUPED_MM.repository)
         return NPU_GROUPED_MM.name
-    if chosen == DEFAULT:  # whoever asks for that gets it, also from kernelize()
-        registration.current.patches.note(self.config, NPU_GROUPED_MM.field, DEFAULT, DEFAULT)
-    return chosen
+    return _ASKED if chosen == DEFAULT else chosen  # whoever asks for the default gets it, also from kernelize()
 
 
 def set_implementation(original: Callable, self: PreTrainedModel, requested: str | dict) -> None:

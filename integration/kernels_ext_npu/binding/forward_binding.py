@@ -44,11 +44,7 @@ _NO_HOLDERS = (nn.Module, type, FunctionType, MethodType, functools.partial)  # 
 
 def own_forward(module: nn.Module) -> FunctionType | None:
     """Return the innermost forward of a module, below its wrappers: its class's or a kernel's; None if it is hidden."""
-    bound = vars(module).get("forward")
-    if bound is None or _is_own(bound, module):  # as all slots would say
-        functions = {type(module).forward if bound is None else bound.__func__}
-    else:
-        functions = {function for function, _ in _slots(module)}
+    functions = {function for function, _ in _slots(module)}
     (function,) = functions if len(functions) == 1 else (None,)
     return function if isinstance(function, FunctionType) else None
 
@@ -69,13 +65,9 @@ def put(module: nn.Module, function: Callable) -> bool:
 
 def take_out(module: nn.Module) -> None:
     """Put back the forward without a kernel, wherever a module holds a kernel's or another one of ours."""
-    if wrapper(module) is None:
-        vars(module).pop("forward", None)
-        return
     below = _below_wrappers(module)
-    for held, place in list(_slots(module)):
-        if held is not below:
-            place(below)
+    for _, place in list(_slots(module)):
+        place(below)
 
 
 def wrapper(module: nn.Module) -> str | None:
@@ -249,7 +241,7 @@ def _below_wrappers(module: nn.Module) -> Callable:
 
     A wrapper holds what the class of the module had then, whatever it is given later.
     """
-    own = own_forward(module)
-    if wrapper(module) is None or own is None:
+    own = None if wrapper(module) is None else own_forward(module)
+    if own is None:
         return type(module).forward
     return getattr(own, MATCHED, type(module).forward if kernel_name(own) is not None else own)

@@ -57,7 +57,6 @@ def swap(called: nn.Module, args: Any) -> None:
     model = _outermost(called, active.waiting)
     for module in model.modules():
         forget(module)
-    forget(called)
     if not use_kernels_flag.is_noted(model):
         active.on_first_call(model)
 

@@ -92,8 +92,7 @@ def restore(model: Model) -> Model:
         if module._forward_pre_hooks:
             lazy_swap.forget(module)
     for finder in reversed(finders.FINDERS):
-        if finder.revert is not None:
-            finder.revert(view)
+        finder.revert(view)
     for pretrained in pipeline.outermost(model):
         use_kernels_flag.forget(pretrained)
     return model

@@ -42,8 +42,7 @@ def run(model: nn.Module, mode: kernels.Mode | None, bind_layers: Callable[[kern
         mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
     view, swapping = View(model), Swapping(active, mode, bind_layers)
     for finder in finders.FINDERS:
-        if finder.put is not None:
-            finder.put(view, finder.find(view) if finder.find else (), swapping)
+        finder.put(view, finder.find(view), swapping)
     if active.strict:
         _check_strictly(model)
 

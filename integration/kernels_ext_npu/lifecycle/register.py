@@ -76,8 +76,7 @@ def register(
     registration.current = active
     try:
         for finder in finders.FINDERS:
-            if finder.install is not None:
-                finder.install(active)
+            finder.install(active)
         for part in (use_kernels, generation, static_cache, torch_rms_norm):
             part.install(active.patches)
         if "npu" not in utils.DISTRIBUTED_BACKEND_MAP:

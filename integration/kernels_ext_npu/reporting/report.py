@@ -154,17 +154,16 @@ def report(model: nn.Module) -> Report:
     check_is_module("report", model)
     with assume_npu_if_meta(model):
         view = View(model)
-        found = [d for finder in finders.FINDERS if finder.find for d in finder.find(view) if d.kind is not None]
+        found = [d for finder in finders.FINDERS for d in finder.find(view) if d.kind is not None]
         served = [decision for decision in found if decision.is_served]
         remarks: dict[Decision, str] = {}
         for look in (release_limits.remarks, *(finder.remarks for finder in finders.FINDERS), _bypassed):
-            found_now = look(view, served) if look else {}
-            remarks |= {decision: remark for decision, remark in found_now.items() if remark is not None}
+            remarks |= {decision: remark for decision, remark in look(view, served).items() if remark is not None}
         is_away = is_elsewhere(model)
         rows = [decision.row(remarks.get(decision), is_away) for decision in found]
         if any(module._forward_pre_hooks and lazy_swap.waits(module) for _, module in view.named):
             rows = [_at_first_call(row) for row in rows]
-        captions = [caption for finder in finders.FINDERS if finder.caption and (caption := finder.caption(view))]
+        captions = [caption for finder in finders.FINDERS if (caption := finder.caption(view))]
         linear_layers = [row for row in rows if row.kind == PROJECTIONS.in_models]
         modules = [row for row in rows if row.kind != PROJECTIONS.in_models]
         return Report(modules, linear_layers, "\n".join(captions) or None)

@@ -235,14 +235,14 @@ class Finder:
 
     name: str
     # yields decisions, and changes nothing
-    find: Callable[[View], Iterable[Decision]] | None = None
+    find: Callable[[View], Iterable[Decision]] = lambda view: ()
     # puts what was decided into a model; what is as it should be is left alone
-    put: Callable[[View, Iterable[Decision], Swapping], None] | None = None
+    put: Callable[[View, Iterable[Decision], Swapping], None] = lambda view, decisions, swapping: None
     # changes transformers when kernels are registered, through `registration.patches`
-    install: Callable[[Registration], None] | None = None
+    install: Callable[[Registration], None] = lambda registration: None
     # undoes what `put` did to a model or a part of one, but for forwards, which all go out at the end
-    revert: Callable[[View], None] | None = None
+    revert: Callable[[View], None] = lambda view: None
     # says of decisions of any finder, whose kernels are there, what is not as fast as it could be; None if nothing
-    remarks: Callable[[View, list[Decision]], Mapping[Decision, str | None]] | None = None
+    remarks: Callable[[View, list[Decision]], Mapping[Decision, str | None]] = lambda view, served: {}
     # says what there is to say of a model beside the rows
-    caption: Callable[[View], str | None] | None = None
+    caption: Callable[[View], str | None] = lambda view: None

@@ -78,9 +78,7 @@ def find(view: View) -> list[Decision]:
             )
             present = NAME if forward_owner(module) == COMPRESSED else None
             kind = PROJECTIONS.in_models
-            found.append(
-                Decision(path, module, NAME, reason, present, kind=kind, is_candidate=False, make=_make_forward)
-            )
+            found.append(Decision(path, module, NAME, reason, present, kind=kind, is_candidate=False))
     return found
 
 

@@ -34,6 +34,7 @@ _BEYOND = (
 )
 
 
+@torch.compiler.disable
 def flex_attention(
     query: Tensor,
     key: Tensor,

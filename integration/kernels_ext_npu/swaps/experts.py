@@ -113,24 +113,19 @@ def set_implementation(original: Callable, self: PreTrainedModel, requested: str
     """
     original(self, requested)
     for module in self.modules():
-        if is_experts(module) and other_than_ours(module.config) is not None:
+        if is_experts_class(type(module)) and other_than_ours(module.config) is not None:
             forward_binding.take_out(module)
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Tell whether the forward of a module calls the implementation that its config names."""
-    return is_experts_class(type(module))
 
 
 def is_called_by_name(module: nn.Module) -> bool:
     """Tell whether the forward of an experts module ends in our implementation, through the name in its config."""
-    is_named = NPU_GROUPED_MM.is_registered() and is_experts(module) and NPU_GROUPED_MM.is_named_by(module.config)
-    return is_named and not is_elsewhere(module)
+    is_experts = NPU_GROUPED_MM.is_registered() and is_experts_class(type(module))
+    return is_experts and NPU_GROUPED_MM.is_named_by(module.config) and not is_elsewhere(module)
 
 
 def serving_package(module: nn.Module) -> Any:
     """Return the package of the loaded kernel that serves an experts module; None for any other module."""
-    if not is_experts(module):
+    if not is_experts_class(type(module)):
         return None
     if kernel_forward(module) is not None:
         return bound_package(module)

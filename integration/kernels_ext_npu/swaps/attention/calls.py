@@ -125,14 +125,11 @@ def kernel_or_flex(
 
 def flex_attention(original: Callable, query: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Compute ``flex_attention`` of torch, on an NPU by the kernel."""
-    return (_flex_attention if query.device.type == "npu" else original)(query, *args, **kwargs)
-
-
-@torch.compiler.disable
-def _flex_attention(*args: Any, **kwargs: Any) -> Tensor:
+    if query.device.type != "npu":
+        return original(query, *args, **kwargs)
     from kernels_ext_npu.flex_attention import score_functions  # for those that call it alone
 
-    return score_functions.flex_attention(*args, **kwargs)
+    return score_functions.flex_attention(query, *args, **kwargs)
 
 
 def get_interface(original: Callable, self: AttentionInterface, implementation: str, default: Callable) -> Callable:

@@ -24,7 +24,8 @@ class HeadProducts:
         self.weight, self.split = weight, split
         self.ends: Tensor | None = None  # where the rows of each head end, of its keys' part and of its values' part
         rows = query.shape[0] * query.shape[2]
-        if rows and _has_equal_parts(weight, split) and not _may_be_derived():
+        has_equal_parts = weight.is_contiguous() and weight.shape[1] == 2 * split and 2 * len(weight) <= _MOST_GROUPS
+        if rows and has_equal_parts and not _may_be_derived():
             # 0, 0, M, M, 2·M, 2·M, …: from the third on keys have rows, from the second on values
             each = torch.arange(0, (len(weight) + 1) * rows, rows, device=query.device)
             self.ends = each.repeat_interleave(2)
@@ -55,10 +56,6 @@ class HeadProducts:
             group_list_type=_ENDS,
         )
         return result.view(*rows.shape[:2], -1)
-
-
-def _has_equal_parts(weight: Tensor, split: int) -> bool:
-    return weight.is_contiguous() and weight.shape[1] == 2 * split and 2 * len(weight) <= _MOST_GROUPS
 
 
 def _may_be_derived() -> bool:

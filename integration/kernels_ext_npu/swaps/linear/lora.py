@@ -291,9 +291,8 @@ def _dropout(module: nn.Module) -> float | nn.Module:
         return module
     if type(module) is nn.Identity:
         return 0.0
-    if type(module) is not nn.Dropout or nn.Dropout.forward is not _DROPOUT or nn.Dropout.__call__ is not TORCH_CALL:
-        return module
-    if module.inplace or module.p >= 1:
+    is_torchs = nn.Dropout.forward is _DROPOUT and nn.Dropout.__call__ is TORCH_CALL
+    if type(module) is not nn.Dropout or not is_torchs or module.inplace or module.p >= 1:
         return module
     return module.p if module.training else 0.0
 

@@ -138,11 +138,6 @@ def _modules(view: View) -> list[Any]:
     return [module for cls, facts in view.facts.items() if facts.is_experts for module in view.by_class[cls]]
 
 
-def called_by_name(view: View) -> set[nn.Module]:
-    """Return the experts of a model whose forwards end in our implementation."""
-    return set(filter(is_called_by_name, _modules(view)))
-
-
 def _served(view: View) -> list[tuple[Any, Any]]:
     """Return the experts of a model that are served, each with the package of the kernel."""
     return [(module, kernel) for module in _modules(view) if (kernel := serving_package(module)) is not None]

@@ -56,14 +56,14 @@ def install(active: Registration) -> None:
 
 def find(view: View) -> list[Decision]:
     """Decide which layer serves each module of a kind that kernels serve, or that has a kernel."""
-    called_by_name = experts.called_by_name(view)
     found = []
     for path, module in view.named:
         if module in view.recognised:
             continue
         facts = view.facts[type(module)]
         kernel = bound_kernel(module) if "forward" in vars(module) else None
-        present = kernel[0] if kernel else experts.LAYER if module in called_by_name else None
+        is_called_by_name = facts.is_experts and experts.is_called_by_name(module)
+        present = kernel[0] if kernel else experts.LAYER if is_called_by_name else None
         kind = facts.kind
         if kind is None and (facts.may_have_kind or not PROJECTIONS.isdisjoint(module._modules)):
             kind = classify_instance(module)

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from kernels_ext_npu.binding.devices import check_is_module
 from kernels_ext_npu.matching.indexer_scan import indexer_rewriter
 from kernels_ext_npu.swaps.attention import indexers, mla_absorb
-from kernels_ext_npu.swaps.attention.head_products import HeadProducts
 
 _NO_BACKWARD = -1
 _AT_A_TIME = 1024  # absorbed queries in memory
@@ -152,7 +151,7 @@ class IndexerTraining:
             if latents is None:
                 keys = mla_absorb.expanded(key).transpose(1, 2)
             else:
-                nope, rope, weight = latents.cast
+                nope, rope, _ = latents.cast
                 keys = torch.cat((nope, rope), dim=-1).transpose(1, 2)
         for begin in range(0, queries, _AT_A_TIME):
             end = min(begin + _AT_A_TIME, queries)
@@ -160,8 +159,7 @@ class IndexerTraining:
             with torch.no_grad():
                 part = query[:, :, block]
                 if latents is not None:
-                    by_head = HeadProducts(weight, latents.module.qk_nope_head_dim, part)
-                    part = torch.cat(latents.absorbed(part, by_head), dim=-1)
+                    part = torch.cat(latents.absorb(part)[:2], dim=-1)
             rows, reach = _rows(mask, begin, end, queries, keys.shape[1])
             loss = loss + kernel.indexer_loss(
                 part.transpose(1, 2),

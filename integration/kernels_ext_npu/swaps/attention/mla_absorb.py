@@ -125,32 +125,31 @@ class Latents:
         ``attend`` takes absorbed queries, the latents as keys and as values, and the rotated parts of both; it returns
         ``[B, S_q, N, R]``.
         """
-        nope, rope, weight = self.cast
-        by_head = HeadProducts(weight, self.module.qk_nope_head_dim, query)
-        absorbed, rotated = self.absorbed(query, by_head)
+        nope, rope, _ = self.cast
+        absorbed, rotated, by_head = self.absorb(query)
         return _expand_values(attend(absorbed, nope, nope, (rotated, rope)), by_head)
 
     def attend_chosen(
         self, attend: Callable[..., Tensor], query: Tensor, mask: Any, indices: Tensor, *options: Any
     ) -> Tensor:
         """Attend to chosen keys, some queries at a time, since absorbed queries are larger; return as `attend` does."""
-        parts, (latents, rope), weight = [], (tensor[:, 0] for tensor in self.cast[:2]), self.cast[2]
+        parts, (latents, rope) = [], (tensor[:, 0] for tensor in self.cast[:2])
         for begin in range(0, query.shape[2], _AT_A_TIME):
             end = min(begin + _AT_A_TIME, query.shape[2])
             rows = mask
             if end - begin < query.shape[2]:
                 rows = mask[:, :, begin:end] if isinstance(mask, Tensor) else mask.mask_slice(begin, end)
-            part = query[:, :, begin:end]
-            by_head = HeadProducts(weight, self.module.qk_nope_head_dim, part)
-            few = torch.cat(self.absorbed(part, by_head), dim=-1).transpose(1, 2)
+            absorbed, rotated, by_head = self.absorb(query[:, :, begin:end])
+            few = torch.cat((absorbed, rotated), dim=-1).transpose(1, 2)
             parts.append(_expand_values(attend(few, latents, rope, indices[:, begin:end], rows, *options), by_head))
         return torch.cat(parts, dim=1)
 
-    def absorbed(self, query: Tensor, by_head: HeadProducts) -> tuple[Tensor, Tensor]:
-        """Return the absorbed queries, ``[B, N, S_q, R]``, and their rotated part, ``[B, N, S_q, R_r]``."""
+    def absorb(self, query: Tensor) -> tuple[Tensor, Tensor, HeadProducts]:
+        """Return absorbed queries, ``[B, N, S_q, R]``, their rotated part, and the products that expand their sums."""
         split, query = self.module.qk_nope_head_dim, query.to(self.dtype)
+        by_head = HeadProducts(self.cast[2], split, query)
         absorbed = by_head.absorb(query[..., :split].transpose(0, 1).flatten(1, 2))
-        return absorbed.unflatten(1, (len(query), -1)).transpose(0, 1), query[..., split:]
+        return absorbed.unflatten(1, (len(query), -1)).transpose(0, 1), query[..., split:], by_head
 
 
 def _expand_values(result: Tensor, by_head: HeadProducts) -> Tensor:

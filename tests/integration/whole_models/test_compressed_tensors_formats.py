@@ -207,8 +207,13 @@ def test_a_model_that_waits_for_its_first_call_is_not_made_wide(folder: Path) ->
     assert [p.dtype for p in model.parameters()] == dtypes
     assert {swapped for _, swapped, _ in kernel_of(model)} == {True}
     assert model.config.quantization_config.quantization_config.quantization_status == "compressed"
-    model.hf_quantizer.compressor.decompress_model(model)  # what is served is none of its own
+    compressor = model.hf_quantizer.compressor
+    compressor.decompress_model(model)  # what is served is none of its own
     assert [p.dtype for p in model.parameters()] == dtypes
+    compressor.compress_model(model)  # as llm-compressor does to save it, which adds the hook again
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=IDS.npu()).logits, first)
+    assert model.config.quantization_config.quantization_config.quantization_status == "compressed"
 
 
 def test_a_gradient_reaches_adapters_below(folder: Path, served: Any) -> None:

@@ -1,5 +1,6 @@
 """``npu_grouped_mm``: who takes it, who keeps what he asked for, and how it ends."""
 
+import copy
 from functools import partial
 from pathlib import Path
 
@@ -62,6 +63,15 @@ def test_an_experts_implementation_that_was_asked_for_stays(registered, checkpoi
     assert not row.swapped
     if use_kernels:
         assert row.reason == f"the experts implementation {named} was asked for"
+
+
+def test_the_default_that_was_asked_for_stays_in_copies_and_after_another_register(checkpoint) -> None:
+    kernels_ext_npu.register()
+    model = load(checkpoint("qwen3_moe"), experts_implementation="grouped_mm")
+    kernels_ext_npu.register()
+    for one in (copy.deepcopy(model), model):
+        assert grouped_products(kernels_ext_npu.kernelize(one)) == 0
+        assert {row.reason for row in rows(one)} == {"the experts implementation grouped_mm was asked for"}
 
 
 def test_kernelize_gives_the_grouped_implementation_to_a_model_that_was_loaded_before(checkpoint) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from kernels_ext_npu.binding import registration, use_kernels_flag
 from kernels_ext_npu.binding.patches import Patches
@@ -19,8 +20,6 @@ from kernels_ext_npu.binding.patches import Patches
 
 def install(patches: Patches) -> None:
     """Let every transformers model that is made from now on wait for its first forward on the NPU."""
-    from transformers import PreTrainedModel
-
     patches.method(PreTrainedModel, "__init__", _wait, registration.is_active)
 
 

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING
 
 from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.distribution import sources
 
 if TYPE_CHECKING:
-    from types import FunctionType, ModuleType
-
     from torch import nn
 
 

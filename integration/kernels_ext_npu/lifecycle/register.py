@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kernels_ext_npu import environment
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.distribution import kernels_internals
-
-if TYPE_CHECKING:
-    from torch import nn
 
 BACKEND = "hccl"  # the backend of torch.distributed on NPUs, which transformers up to 5.22 does not know
 
@@ -66,13 +62,14 @@ def register(
     from kernels_ext_npu.binding import lazy_swap, registration, torch_rms_norm
     from kernels_ext_npu.decoding import generation, static_cache
     from kernels_ext_npu.distribution import sources
-    from kernels_ext_npu.lifecycle import use_kernels
+    from kernels_ext_npu.lifecycle import pipeline, use_kernels
     from kernels_ext_npu.swaps import finders
 
     chosen = _chosen(kernels)
     sources.check(source, chosen)
     unregister()
-    active = registration.Registration(source, strict, chosen, _first_call if everywhere else None, over_packages)
+    on_first_call = pipeline.swap_in_at_first_call if everywhere else None
+    active = registration.Registration(source, strict, chosen, on_first_call, over_packages)
     registration.current = active
     try:
         for finder in finders.FINDERS:
@@ -116,12 +113,6 @@ def unregister() -> None:
     for model in list(active.waiting):
         lazy_swap.forget(model)
     active.patches.undo()
-
-
-def _first_call(model: nn.Module) -> None:
-    from kernels_ext_npu.lifecycle import pipeline  # register() need not wait for patterns
-
-    pipeline.swap_in_at_first_call(model)
 
 
 def _chosen(kernels: Collection[str] | None) -> frozenset[str]:

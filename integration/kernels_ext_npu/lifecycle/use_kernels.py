@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from kernels_ext_npu.binding import registration, use_kernels_flag
 from kernels_ext_npu.binding.devices import assume_npu_if_meta, compute_device
 from kernels_ext_npu.binding.patches import Patches
+from kernels_ext_npu.lifecycle import pipeline
 
 
 def install(patches: Patches) -> None:
@@ -24,8 +25,6 @@ def _set_use_kernels(original: Callable, model: Any, use_kernels: bool, *args: A
     if not use_kernels:
         original(model, use_kernels, *args, **kwargs)
         return
-    from kernels_ext_npu.lifecycle import pipeline  # register() need not wait for what reports are printed with
-
     given = inspect.signature(original).bind(model, use_kernels, *args, **kwargs).arguments
     if not model.use_kernels:  # train() and eval() look again where it is on already
         registration.restored.difference_update(model.modules())

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from kernels import Mode
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -28,8 +29,6 @@ from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.transformers_internals import original_function
 
 if TYPE_CHECKING:
-    from kernels import Mode
-
     from kernels_ext_npu.matching.computed import Recognised
     from kernels_ext_npu.matching.rotations_by_running import Rotation
 

@@ -19,6 +19,7 @@ from pickle import PicklingError
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from kernels import use_kernel_forward_from_hub
 from torch import nn
 
 from kernels_ext_npu.binding import forward_binding, loaded_kernels, registration
@@ -183,8 +184,6 @@ def _is_ours(callee: CalledFunction) -> bool:
 
 def _function_module(active: Registration, callee: CalledFunction) -> nn.Module:
     """Return the module that `kernels` made of a function, or let it make one, and put that into the modeling file."""
-    from kernels import use_kernel_forward_from_hub
-
     original: Any = original_function(callee.function)
     if not is_kernel_function(callee.function):
         if original not in active.functions:  # another file may have imported it

@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import flex_attention as torch_flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, flex_attention_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kernels_ext_npu import flex_attention
 from kernels_ext_npu.binding import forward_binding, registration
 from kernels_ext_npu.binding.devices import compute_device, is_elsewhere
-from kernels_ext_npu.binding.importers import FLEX_ATTENTION, modules_with
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import ATTENTION, INDEXERS
@@ -59,13 +58,7 @@ def install(registration: Registration) -> None:
         ours = functools.partial(calls.kernel_or_flex, flex_attention_forward)
         patches.item(table, FLEX, functools.update_wrapper(ours, flex_attention_forward))
         patches.item(mask_table, FLEX, calls.mask_for_kernel(flex_attention_mask))
-    original = torch_flex_attention.flex_attention
-    patches.method(torch_flex_attention, FLEX, calls.flex_attention, is_registered)
-    # where others have imported it by its name; transformers calls it for models that name it, which are served by that
-    # name
-    for name, module in modules_with(FLEX_ATTENTION).items():
-        if not name.startswith("transformers.") and vars(module).get(FLEX) is original:
-            patches.attribute(module, FLEX, torch_flex_attention.flex_attention)
+    flex_attention.install(patches)
     if mask_table["eager"] is eager_mask:
         patches.item(mask_table, "eager", calls.mask_for_kernel(eager_mask))
     # A model's own formula, which the kernel stands in for where there is no sdpa, is an argument and in no table.

@@ -123,15 +123,6 @@ def kernel_or_flex(
     return _attend(module, query, key, value, mask, **kwargs), None
 
 
-def flex_attention(original: Callable, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Compute ``flex_attention`` of torch, on an NPU by the kernel."""
-    if query.device.type != "npu":
-        return original(query, *args, **kwargs)
-    from kernels_ext_npu.flex_attention import score_functions  # for those that call it alone
-
-    return score_functions.flex_attention(query, *args, **kwargs)
-
-
 def get_interface(original: Callable, self: AttentionInterface, implementation: str, default: Callable) -> Callable:
     """Return what a module calls, in place of ``get_interface`` of transformers' table: the default is its formula."""
     found = original(self, implementation, default)

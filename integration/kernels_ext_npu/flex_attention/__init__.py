@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex_attention
 
-from kernels_ext_npu.binding.importers import FLEX_ATTENTION, modules_with
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
-from kernels_ext_npu.binding.patches import Patches
+from kernels_ext_npu.binding.patches import FLEX_ATTENTION, Patches, modules_with
 
 
 def install(patches: Patches) -> None:

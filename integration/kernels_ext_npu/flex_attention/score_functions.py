@@ -18,7 +18,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
-from kernels_ext_npu.flex_attention import NAME, block_masks
+from kernels_ext_npu.binding.patches import FLEX_ATTENTION
+from kernels_ext_npu.flex_attention import block_masks
 from kernels_ext_npu.flex_attention.block_masks import Reads
 
 _SAMPLE = 7.0  # for which all indices are run
@@ -28,8 +29,8 @@ _FEW = 32  # queries and keys, at equal distances, for which all samples are run
 _PRECISION = 1e-5  # of float32, in which a cap is a product of several
 _INSTEAD = "flex_attention.__wrapped__ is torch's own, which has all scores in memory where it is not compiled"
 _BEYOND = (
-    f"{NAME}: on an NPU score_mod may multiply the score, cap it as cap * tanh(score / cap), and then add what "
-    f"depends on indices alone, or minus infinity; this one does more: {_INSTEAD}"
+    f"{FLEX_ATTENTION}: on an NPU score_mod may multiply the score, cap it as cap * tanh(score / cap), and then add "
+    f"what depends on indices alone, or minus infinity; this one does more: {_INSTEAD}"
 )
 
 
@@ -49,13 +50,15 @@ def flex_attention(
     """Compute ``flex_attention`` of torch by the kernel, with a ValueError for what it cannot."""
     sizes = (*query.shape[:3], key.shape[2])
     if return_lse or return_aux is not None:
-        raise ValueError(f"{NAME}: on an NPU return_lse and return_aux are not supported: {_INSTEAD}")
+        raise ValueError(f"{FLEX_ATTENTION}: on an NPU return_lse and return_aux are not supported: {_INSTEAD}")
     if not enable_gqa and query.shape[1] != key.shape[1]:
-        raise ValueError(f"{NAME}: {query.shape[1]} heads of query and {key.shape[1]} of key need enable_gqa=True")
+        raise ValueError(
+            f"{FLEX_ATTENTION}: {query.shape[1]} heads of query and {key.shape[1]} of key need enable_gqa=True"
+        )
     if block_mask is not None and block_mask.shape[-2:] != sizes[2:]:
         shape = tuple(block_mask.shape)
         raise ValueError(
-            f"{NAME}: block_mask is for {shape[2]} queries and {shape[3]} keys, got {sizes[2]} and {sizes[3]}"
+            f"{FLEX_ATTENTION}: block_mask is for {shape[2]} queries and {shape[3]} keys, got {sizes[2]} and {sizes[3]}"
         )
     key, value = (each.expand(len(query), -1, -1, -1) for each in (key, value))
     scale, cap, added = query.shape[-1] ** -0.5 if scale is None else scale, None, None
@@ -134,7 +137,7 @@ class _Scores:
         if is_another or not math.isfinite(factor):
             raise ValueError(_BEYOND)
         if cap is not None and is_learned:
-            raise ValueError(f"{NAME}: on an NPU score_mod may learn nothing beside a cap: {_INSTEAD}")
+            raise ValueError(f"{FLEX_ATTENTION}: on an NPU score_mod may learn nothing beside a cap: {_INSTEAD}")
         return _Change(factor, cap, quiet if is_learned else None, adds or is_learned, masks)
 
     @torch.no_grad()

@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kernels_ext_npu import flex_attention
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
+from kernels_ext_npu.binding.patches import FLEX_ATTENTION
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
@@ -26,7 +26,7 @@ KERNEL_DISABLED = "_kernels_ext_npu_plain_attention"  # an attribute that restor
 # configs must see no difference. ``name is BY_DEFAULT``: transformers chose it. ``name is ASKED``: the user named it.
 # ``name is RESTORED[name]``: restore() was called, and the model makes its masks as transformers does. Copies of a
 # config keep the string; a pickle holds an ordinary one.
-EAGER, FLEX = "eager", flex_attention.NAME
+EAGER, FLEX = "eager", FLEX_ATTENTION
 BY_DEFAULT, ASKED = ("".join(EAGER) for _ in range(2))
 RESTORED = {name: "".join(name) for name in (EAGER, "sdpa", FLEX)}
 ELSEWHERE = Reason("elsewhere", "it is on another device")

@@ -18,9 +18,8 @@ from torch import Tensor
 from transformers.utils import generic
 from transformers.utils.generic import is_flash_attention_requested
 
-from kernels_ext_npu.binding.importers import LONGEST, REQUESTED, modules_with
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
-from kernels_ext_npu.binding.patches import Patches
+from kernels_ext_npu.binding.patches import LONGEST, REQUESTED, Patches, modules_with
 from kernels_ext_npu.swaps.attention.eligibility import uses_kernel
 
 _MASKS, _TOWERS = "transformers.masking_utils", "transformers.vision_utils"

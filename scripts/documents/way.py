@@ -44,8 +44,8 @@ WAY = (
     Step(
         "match",
         "The syntax tree of the forward of each class, and of the helpers that it calls, is compared with patterns. "
-        "What equals one is served by its layer, if nothing on the instance stands against it. Norms, gated MLPs "
-        "and activations of other people's code are run instead.",
+        "What equals one is served by its layer, if nothing on the instance stands against it. Norms, gated MLPs, "
+        "activations and routers of other people's code are run instead.",
         (
             "swaps.layers:find",
             "matching.lookup:find_pattern",

@@ -40,7 +40,7 @@ class Case(NamedTuple):
 SIMPLE = {
     *("rms_norm", "zero_centered_rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "swiglu", "geglu"),
     *("clamped_swiglu", "clipped_swiglu", "gelu_tanh", "quick_gelu", "rotary_mul", "apply_rotary_pos_emb"),
-    *("apply_multimodal_rotary_pos_emb", "softmax_top_k", "cross_entropy", "linear_cross_entropy"),
+    *("apply_multimodal_rotary_pos_emb", "float32_logits", "softmax_top_k", "cross_entropy", "linear_cross_entropy"),
     *("linear_log_probs_and_entropy", "patch_embedding", "grouped_matmul", "HybridGmmFunction"),
 }
 

@@ -109,6 +109,7 @@ def expert_cases() -> list[Case]:
             all_experts,
             ((0, experts.HIDDEN), (0, 2), (4, 2 * experts.INNER, experts.HIDDEN), (4, experts.HIDDEN, experts.INNER)),
         ),
+        Case("float32_logits", lambda f, x, w: f(x, w), lambda x, w: x @ w.mT, ((0, H), (4, H))),
         Case("softmax_top_k", lambda f, x: f(x, 2, True)[0], partial(experts._top_k, choices=2), ((0, 4),)),
         Case(
             "gating_top_k",

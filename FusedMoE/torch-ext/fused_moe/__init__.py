@@ -8,6 +8,7 @@ from .functional import fused_experts, grouped_matmul
 from .ops.gmm import GmmFunction
 from .ops.hybrid_gmm import HybridGmmFunction
 from .routers.grouped_topk import gating_top_k
+from .routers.router_product import float32_logits
 from .routers.softmax_topk import softmax_top_k
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "expert_activation",
     "expert_lists",
     "experts_forward",
+    "float32_logits",
     "fused_experts",
     "gating_top_k",
     "grouped_matmul",

@@ -21,6 +21,7 @@ from kernels_ext_npu.matching.module_settings import is_opaque, names_read, read
 from kernels_ext_npu.matching.moe_blocks_by_running import find_moe_block
 from kernels_ext_npu.matching.norms_by_running import find_norm
 from kernels_ext_npu.matching.rotating_modules import find_rotating_module, held_tensors, read_helpers, tensor_names
+from kernels_ext_npu.matching.routers_by_running import find_router
 from kernels_ext_npu.matching.watched_runs import OwnOperatorError, attempt, isolated
 
 _known: dict[Any, Recognised | str | None] = {}
@@ -29,11 +30,12 @@ _known: dict[Any, Recognised | str | None] = {}
 def recognise(module: nn.Module) -> Recognised | str | None:
     """Return what a module computes; None if no layer does, a name if it calls that operator of torch_npu itself."""
     tensors = tensor_names(module)
-    settings = read_settings(module, tensors)
+    buffers = tuple(name for name, each in module._buffers.items() if each is not None and name not in tensors)
+    settings = read_settings(module, tensors or buffers)
     if settings is None or "npu" in names_read(type(module), type(module).forward):  # type: ignore[arg-type]
         return None  # what it computes on an NPU is seen on none
     opaque = tuple((name, type(child)) for name, child in module._modules.items() if is_opaque(child))
-    shapes = tuple((name, None if p is None else (p.dim(), p.shape[-1:])) for name, p in module._parameters.items())
+    shapes = tuple((name, None if p is None else p.shape) for name, p in module._parameters.items())
     held = tuple((name, each.shape, each.dtype) for name, each in zip(tensors, held_tensors(module, tensors)))
     helpers = read_helpers(type(module), tensors)
     read = None if helpers is None else tuple((name, value) for _, name, value in helpers)
@@ -41,9 +43,10 @@ def recognise(module: nn.Module) -> Recognised | str | None:
     key = settings, opaque, shapes, held, read, lists
     if key not in _known:
         rotating = () if helpers is None else (functools.partial(find_rotating_module, helpers),)
-        plain: tuple[Any, ...] = (find_norm, find_activation, find_gated_mlp, *rotating)
         block = (functools.partial(find_moe_block, recognise),) if lists else ()
-        finders = rotating if tensors else (find_gated_mlp, *block) if opaque else plain
+        plain: tuple[Any, ...] = (find_norm, find_activation, find_gated_mlp, find_router, *rotating)
+        finders = rotating if tensors else (find_router, *block) if buffers else plain
+        finders = (find_gated_mlp, find_router, *block) if opaque and not buffers else finders
         try:
             with isolated():
                 found = next(filter(None, (attempt(find, module) for find in finders)), None)

@@ -12,6 +12,7 @@ from kernels_ext_npu.reasons import Reason
 if TYPE_CHECKING:
     from kernels_ext_npu.matching.moe_blocks import MoEBlock
     from kernels_ext_npu.matching.rotating_modules import RotatingModule
+    from kernels_ext_npu.matching.router_formulas import Router
 
 Steps = tuple["str | float", ...]  # children that are called one after the other; a number is the rate of a dropout
 
@@ -34,6 +35,7 @@ class Computed(NamedTuple):
     refused: Reason | None = None  # why no layer takes its place
     rotation: RotatingModule | None = None  # of a module that rotates
     block: MoEBlock | None = None  # of a module that sends tokens to experts in a list
+    router: Router | None = None  # of a module that chooses experts
 
 
 class Recognised(NamedTuple):

@@ -82,9 +82,10 @@ def has_settings(module: Any, settings: Settings) -> bool:
 
 
 def numbers(module: nn.Module, kind: type | tuple[type, ...] = (int, float)) -> set[Any]:
-    """Return the numbers that a module holds, and that stand in the code of its class."""
-    constants = [constant for code in codes_in(type(module)) for constant in code.co_consts]
-    values = [*vars(module).values(), *vars(type(module)).values(), *constants]
+    """Return the numbers that a module holds, and that stand in the code of its class and its bases."""
+    classes = [base for base in type(module).__mro__ if base not in (nn.Module, object)]
+    constants = [constant for cls in classes for code in codes_in(cls) for constant in code.co_consts]
+    values = [*vars(module).values(), *(value for cls in classes for value in vars(cls).values()), *constants]
     return {value for value in values if isinstance(value, kind) and not isinstance(value, bool)}
 
 

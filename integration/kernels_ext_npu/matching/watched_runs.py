@@ -159,6 +159,7 @@ def run(
     *arguments: Tensor | None,
     parameters: Mapping[str, Tensor | None] | None = None,
     children: Mapping[str, nn.Module] | None = None,
+    buffers: Mapping[str, Tensor | None] | None = None,
     training: bool = False,
     watch: Watched | None = None,
 ) -> Tensor:
@@ -169,6 +170,7 @@ def run(
         arguments: of the forward.
         parameters: in place of its own.
         children: in place of its own; the others are there as they are, in the same mode.
+        buffers: in place of its own.
         training: whether it is trained.
         watch: gets what it calls.
 
@@ -180,9 +182,10 @@ def run(
     others = {name: child for name, child in module._modules.items() if name not in given and child is not None}
     stand_ins = dict(module._modules) | {name: stand_in(child, mode) for name, child in others.items()} | {**given}
     own = {**module._parameters} if parameters is None else {**parameters}
-    made = stand_in(module, {"_parameters": own, "_modules": stand_ins, **mode})
+    held = {**module._buffers} if buffers is None else {**buffers}
+    made = stand_in(module, {"_parameters": own, "_modules": stand_ins, "_buffers": held, **mode})
     before = _snapshot(made)
-    tensors = [each for each in (*arguments, *own.values()) if each is not None]
+    tensors = [each for each in (*arguments, *own.values(), *held.values()) if each is not None]
     versions = [tensor._version for tensor in tensors]
     with watch:
         result = watch.tensor(type(module).forward(made, *arguments))

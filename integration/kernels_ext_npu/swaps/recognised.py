@@ -1,4 +1,4 @@
-"""Norms, gated MLPs, activations and rotations of other people's code, which are found by running them.
+"""Norms, gated MLPs, activations, routers and rotations of other people's code, which are found by running them.
 
 Such a module gets a forward that hands the layer what plays its roles, whatever the names. Where a setting has changed
 since, the forward of its class computes. A method that rotates is replaced in its class, and so in all models.
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.loaded_kernels import forward_owner, set_forward
 from kernels_ext_npu.binding.step_aside import guarded_forward
-from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, ROTARY
+from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, ROTARY, ROUTERS
 from kernels_ext_npu.matching.classification import rotary_methods
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.module_state import has_hooks
@@ -37,7 +37,7 @@ _WHAT = "_kernels_recognised"  # attribute of a forward of ours: what the module
 
 
 def find(view: View) -> Iterator[Decision]:
-    """Decide of every module that is a norm, a gated MLP, an activation or a rotation by what it computes.
+    """Decide of every module that is a norm, gated MLP, activation, router or rotation by what it computes.
 
     So it does of every method that is called as a rotation is.
     """
@@ -52,7 +52,13 @@ def find(view: View) -> Iterator[Decision]:
             make = functools.partial(_make_forward, what, type(module).forward)
             left = what.computed.rotation and what.computed.rotation.left
             doubt = refusals.left_calls(left) if left else None
-            yield Decision(path, module, layer, _refusal(module, what, before), present, doubt, kind=kind, make=make)
+            if what.computed.router is not None:
+                from kernels_ext_npu.swaps.routers import why_aside
+
+                doubt = why_aside(module, what.computed.router)
+            expected = not (what.computed.refused and kind == ROUTERS.in_models)  # of routers many do without
+            reason = _refusal(module, what, before)
+            yield Decision(path, module, layer, reason, present, doubt, kind, is_candidate=expected, make=make)
         elif what is None and view.facts[type(module)].is_run and not _calls_rotation(view, module):
             methods = _rotary_methods(type(module))
             yield from (_decide_method(path, module, cls, name) for name, cls in methods.items())
@@ -233,9 +239,13 @@ def _forward_with(package: ModuleType, what: Recognised, matched: FunctionType) 
     def gated_forward(self: nn.Module, x: Tensor, gate: Tensor | None = None) -> Any:
         return compute(self, x, gate)
 
-    made = gated_forward if "Gated" in computed.layer else forward
+    made: Any = gated_forward if "Gated" in computed.layer else forward
+    if computed.router is not None:
+        from kernels_ext_npu.swaps.routers import make_router_forward
+
+        made = make_router_forward(package, computed.router, matched)
     made.__qualname__ = f"{_OWNER}.{made.__name__}"
-    guarded = guarded_forward(made, matched, holds)  # type: ignore[arg-type]
+    guarded = guarded_forward(made, matched, holds)
     setattr(guarded, _WHAT, what)
     return guarded
 

@@ -126,6 +126,9 @@ FUNCTIONS = (
     _function("fused_experts", lambda f, *t: f(*t), _experts, partial(_routed, 7, 130, 3), "130 experts"),
     _function("fused_experts", lambda f, *t: f(*t), _experts, partial(_routed, 5, 8, 8), "all experts chosen"),
     _function("experts_forward", _run_experts, _experts, partial(_routed, TOKENS, EXPERTS, CHOICES)),
+    _function(
+        "float32_logits", lambda f, x, w: f(x, w), lambda x, w: x @ w.mT, drawn((TOKENS, HIDDEN), (EXPERTS, HIDDEN))
+    ),
     _gating("", TOKENS, 8, GROUPS),
     _gating("256 experts in groups", 4, 256, 8),
     _gating("2,048 experts", 2, 2048, 1),

@@ -26,7 +26,15 @@ def float32_logits(x: Tensor, weight: Tensor) -> Tensor:
 
     Returns:
         ``[T, E]``, float32; under autocast in its dtype, as F.linear gives it.
+
+    Raises:
+        TypeError: ``x`` is not floating point.
+        ValueError: ``weight`` is on another device.
     """
+    if not x.is_floating_point():
+        raise TypeError(f"float32_logits: x must be floating point, got {x.dtype}")
+    if x.device != weight.device:
+        raise ValueError(f"float32_logits: weight must be on {x.device}, got {weight.device}")
     if not _is_fused(x, weight):
         return _in_torch(x, weight)
     if not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):

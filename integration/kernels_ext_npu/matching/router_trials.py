@@ -14,7 +14,6 @@ from kernels_ext_npu.matching.watched_runs import CLAMPS, NotRecognisedError, Wa
 
 _FACTORS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # where products have what is multiplied with the weight
 _COMPARISONS = {"topk", "sort", "max", "amax"}
-_LINEAR = ("weight", "bias")  # the parameters of a linear layer
 _OPERATORS = {
     *(*CLAMPS, *_FACTORS, *_COMPARISONS, "_softmax", "gather", "scatter", "masked_fill", "where"),
     *("zeros", "zeros_like", "new_zeros", "new_ones", "full_like", "bitwise_not", "logical_not", "eq", "ne", "gt"),
@@ -82,9 +81,12 @@ class RouterTrial:
         self.child = weight.rpartition(".")[0] or None
         self.is_child_called = False
         own: dict[str, Any] = {**module._parameters, **module._buffers}
-        if self.child:
-            own |= {f"{self.child}.{each}": getattr(module._modules[self.child], each, None) for each in _LINEAR}
+        linear: Any = module._modules[self.child] if self.child else None
+        if linear is not None:
+            own |= {f"{self.child}.{each}": getattr(linear, each, None) for each in ("weight", "bias")}
         self.shapes = {name: (each.shape, each.dtype) for name, each in own.items() if each is not None}
+        if linear is not None:  # a quantised layer has its matrix in other shapes
+            self.shapes[weight] = torch.Size((linear.out_features, linear.in_features)), torch.float32
         self.experts, self.full_width = self.shapes[weight][0][:: -1 if is_transposed else 1]
         self.width = min(self.full_width, most or self.full_width)
         sized = [name for name, (shape, _) in self.shapes.items() if shape.numel() == self.experts]
@@ -100,8 +102,9 @@ class RouterTrial:
 
     def draw_vectors(self, size: float = 1.0) -> None:
         """Draw other biases of some size, most of them below 0, as no score is."""
-        for name in self.shapes.keys() - {self.weight}:
-            shape, dtype = self.shapes[name]
+        for name, (shape, dtype) in self.shapes.items():
+            if name == self.weight:
+                continue
             drawn = size * (torch.randn(shape, dtype=torch.float64) - 1)
             self.tensors[name] = drawn if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
         if (bias := f"{self.child}.bias") in self.tensors:

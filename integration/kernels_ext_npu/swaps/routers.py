@@ -23,7 +23,7 @@ def why_aside(module: nn.Module, router: Router) -> Reason | None:
     weight = _at(module, router.weight)
     dtype = getattr(weight, "dtype", None)
     if dtype not in {dtypes.weight for dtypes in router.dtypes}:
-        return Reason("rounding", f"but in {dtype} it compares sums that are rounded, and the operator does in float32")
+        return Reason("rounding", f"but with a weight in {dtype} it is not known to round as the operator does")
     return None
 
 
@@ -50,6 +50,8 @@ def make_router_forward(package: ModuleType, router: Router, matched: FunctionTy
         offset, bias = (None if path is None else _at(self, path) for path in (router.offset, router.bias))
         if router.child is not None:
             logits = self._modules[router.child](rows.to(dtypes.product))  # type: ignore[misc]
+            if logits.dtype is not dtypes.product:  # another layer has been put there
+                return matched(self, x)
         else:
             logits = _multiply(package, rows, weight.t() if router.is_transposed else weight, offset, dtypes)
         weights, experts = choose(logits, bias)

@@ -2,6 +2,7 @@
 
 import copy
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -182,7 +183,7 @@ def test_in_a_dtype_whose_roundings_no_operator_has_its_class_computes(registere
     assert launched(lambda: model.part(x), OPERATORS) == 0
     (row,) = (row for row in rows(model) if row.path == "part")
     assert not row.swapped
-    assert "in torch.bfloat16 it compares sums that are rounded" in row.reason
+    assert "with a weight in torch.bfloat16 it is not known to round as the operator does" in row.reason
 
 
 @torch.no_grad()
@@ -218,6 +219,24 @@ def test_a_linear_layer_is_called_with_what_its_class_calls_it_with(registered) 
     model.part.scorer.register_forward_hook(lambda module, args, result: seen.append((args[0].shape, args[0].dtype)))
     model.part(given(plain).npu())
     assert seen == [((10, WIDTH), torch.float32)]
+
+
+def test_an_adapter_or_another_layer_in_the_place_of_a_linear_layer_is_called(registered) -> None:
+    class Wide(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).float() / 2
+
+    model, plain, _ = made(LaterSoftmax)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["scorer"], r=4, init_lora_weights=False))
+    x = given(plain).npu()
+    for mine, theirs in zip(model.part(x), LaterSoftmax.forward(model.part, x), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert type(adapted.base_model.model.part.scorer) is not nn.Linear
+    model.part.scorer = Wide(WIDTH, EXPERTS).to("npu")
+    model, x = model.bfloat16(), x.bfloat16()
+    for mine, theirs in zip(model.part(x), LaterSoftmax.forward(model.part, x), strict=True):
+        assert mine.dtype is theirs.dtype
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_under_autocast_its_class_computes(registered) -> None:

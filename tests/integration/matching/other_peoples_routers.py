@@ -117,6 +117,20 @@ class LightGateWithZero(LightGate):
         return chosen, gate, balance if self.training else gate.new_zeros(1).squeeze()
 
 
+class QuarterGate(nn.Module):
+    """Multiplies in the dtype of the model and keeps weights in float32; how many it chooses its matrix says."""
+
+    def __init__(self, experts: int = EXPERTS) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(experts, WIDTH) / 4)
+
+    def forward(self, x, sort=False):
+        logits = F.linear(x.reshape(-1, x.shape[-1]), self.weight, None)
+        scores = logits.softmax(dim=-1, dtype=torch.float32)
+        weight, index = scores.topk(len(self.weight) // 4, dim=-1, sorted=sort)
+        return index, weight / weight.sum(dim=-1, keepdim=True), logits
+
+
 class GroupPicker(nn.Module):
     """Chooses by sigmoid and bias in groups with the best two, and asserts that it is not trained."""
 
@@ -264,6 +278,7 @@ ROUTERS: dict[Callable[[], nn.Module], Rule] = {
     Dispatcher: Rule("SoftmaxTopKRouter", epsilon=0.0),
     LightGate: Rule("SoftmaxTopKRouter", epsilon=0.0, trains=False),
     LightGateWithZero: Rule("SoftmaxTopKRouter", epsilon=0.0, trains=False),
+    QuarterGate: Rule("SoftmaxTopKRouter", epsilon=0.0),
     GroupPicker: Rule(
         "SigmoidTopKRouter", "w", 4, True, "balance", groups=(4, 2, 2), epsilon=1e-20, scale=2.5, trains=False
     ),

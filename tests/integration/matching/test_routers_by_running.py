@@ -21,6 +21,7 @@ from tests.integration.matching.other_peoples_routers import (
     LaterSoftmax,
     LightGate,
     NarrowGate,
+    QuarterGate,
     Rule,
     SigmoidGate,
     Undivided,
@@ -109,6 +110,32 @@ def test_in_16_bits_it_chooses_as_its_class_and_weighs_as_near_to_float64(regist
     ours, theirs, truth = ours[apart], theirs[apart], truth[apart]
     # weights of sums that are rounded less often: by half a unit at the end at most
     assert (ours - truth).norm() <= (theirs - truth).norm() + torch.finfo(dtype).eps / 2 * truth.norm()
+
+
+@torch.no_grad()
+def test_logits_are_multiplied_in_the_dtype_in_which_its_class_multiplies(registered) -> None:
+    model, plain, rule = made(QuarterGate)
+    model, x = model.bfloat16(), given(plain).npu().bfloat16()
+    found, expected = model.part(x), QuarterGate.forward(model.part, x)
+    assert torch.equal(found[2], expected[2])
+    # softmax in float32 of the same logits; of others it would be off by 2**-9
+    torch.testing.assert_close(spread(rule, found), spread(rule, expected), rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_routers_of_other_numbers_of_experts_are_looked_at_for_themselves(registered) -> None:
+    gates = nn.ModuleList([QuarterGate(), QuarterGate(24)]).to("npu")
+    kernels_ext_npu.kernelize(gates)
+    assert [model(torch.randn(3, WIDTH, device="npu"))[0].shape for model in gates] == [(3, 4), (3, 6)]
+    assert [row.swapped for row in rows(gates, "routers")] == [True, True]
+
+
+@torch.no_grad()
+def test_what_is_given_beside_a_tensor_is_left_to_the_class(registered) -> None:
+    model, plain, _ = made(QuarterGate)
+    x = given(plain).npu()
+    assert launched(lambda: model.part(x), OPERATORS) == 1
+    assert launched(lambda: model.part(x, sort=True), OPERATORS) == 0
 
 
 @pytest.mark.parametrize("cls", [cls for cls, rule in ROUTERS.items() if rule.trains], ids=lambda cls: cls.__name__)

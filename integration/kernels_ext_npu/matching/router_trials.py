@@ -13,6 +13,7 @@ from kernels_ext_npu.matching.router_formulas import Router
 from kernels_ext_npu.matching.watched_runs import CLAMPS, NotRecognisedError, Watched, run
 
 _FACTORS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # where products have what is multiplied with the weight
+_MANY = 2048  # rows, among which formulas differ that are not the same for most of them
 _COMPARISONS = {"topk", "sort", "max", "amax"}
 _OPERATORS = {
     *(*CLAMPS, *_FACTORS, *_COMPARISONS, "_softmax", "gather", "scatter", "masked_fill", "where"),
@@ -118,10 +119,20 @@ class RouterTrial:
 
     def draw_apart(self, router: Router, *tokens: int, **how: float) -> Tensor | None:
         """Draw numbers by which no expert is chosen by a hair; None if none are found."""
-        rows = math.prod(tokens)
-        x = self.draw(4 * rows, **how)
-        kept = x[are_apart(router, self.scores(router, x, self.tensors)[2], 1e-5, in_order=True)]
-        return kept[torch.arange(rows) % len(kept)].view(*tokens, -1) if len(kept) else None
+        x = self.draw(4 * math.prod(tokens), **how)
+        return _repeated(x[are_apart(router, self.scores(router, x, self.tensors)[2], 1e-5, in_order=True)], tokens)
+
+    def draw_telling(self, routers: list[Router], *tokens: int) -> Tensor | None:
+        """Draw numbers by which some formulas choose other experts than others; None if none are found."""
+        x = self.draw(_MANY, size=2.0)
+        choices = [(router, self.scores(router, x, self.tensors)[2]) for router in routers]
+        experts = [router.gating.choose(choice) for router, choice in choices]
+        tells = torch.stack([(each != experts[0]).any(-1) for each in experts]).any(0)
+        if not tells.any():
+            return None
+        return _repeated(
+            x[tells & torch.stack([are_apart(*each, 1e-5, in_order=True) for each in choices]).all(0)], tokens
+        )
 
     def scores(self, router: Router, x: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits, scores and what is compared of a formula, in float64, a row for each token."""
@@ -152,6 +163,11 @@ class RouterTrial:
         )
         self.is_child_called = any(child.is_called for child in children.values())
         return result
+
+
+def _repeated(rows: Tensor, tokens: tuple[int, ...]) -> Tensor | None:
+    """Return rows for some tokens, each as often as it takes; None if there are none."""
+    return rows[torch.arange(math.prod(tokens)) % len(rows)].view(*tokens, -1) if len(rows) else None
 
 
 def are_apart(router: Router, choice: Tensor, eps: float, in_order: bool = False) -> Tensor:

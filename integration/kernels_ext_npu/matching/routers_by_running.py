@@ -42,7 +42,7 @@ _BIASES = (1.0, 0.1, 0.01)  # sizes, as scores are near to 1 or to one of hundre
 # how far logits are moved: until their scores are as small as an eps, or as limits show
 _SHIFTS = {"sigmoid": (-20.0, -46.0, -80.0), "softmax": (100.0, -100.0)}
 _SHIFTED = 1e-4  # by as much logits of a hundred are off in float32, and so are their exponentials
-_OTHER_CHOICE = "it does not choose the experts with the largest scores"
+_OTHER_ORDER = "it gives experts in another order than that of their scores"
 _ZERO_FILLED = "it fills groups that are not chosen with 0, and the operator leaves them out: a negative bias tells"
 
 
@@ -113,16 +113,17 @@ class _Search:
         routers = list(self._choosing(x, result, routers))
         for size, bias in product(_SIZES, _BIASES if trial.vectors else (0,)):
             trial.draw_vectors(bias)
-            routers = self._agreeing(routers, *first, size=size)
+            routers = self._agreeing(routers, trial.draw_telling(routers, *first))
+            routers = self._agreeing(routers, trial.draw_apart(routers[0], *first, size=size))
         for shift in _SHIFTS[routers[0].gating.scores]:
-            routers = self._agreeing(routers, *first, limit=_SHIFTED, shift=shift)
+            routers = self._agreeing(routers, trial.draw_apart(routers[0], *first, shift=shift), _SHIFTED)
         for tokens in (*shapes[1:], [1 for _ in first]):
-            routers = self._agreeing(routers, *tokens)
+            routers = self._agreeing(routers, trial.draw_apart(routers[0], *tokens))
         router = routers[0]
         if trial.width < trial.full_width:
             self.trial = RouterTrial(trial.module, trial.weight, trial.is_transposed)
             self.trial.draw_matrix(dtype)
-            self._agreeing(routers, *first)
+            self._agreeing(routers, self.trial.draw_apart(router, *first))
             self.trial = trial
         wide = {name: each.float() if each.is_floating_point() else each for name, each in trial.tensors.items()}
         check_sizes(lambda given: trial.run(given, wide), *(5, 7, 11)[: len(first)], trial.width)
@@ -164,35 +165,30 @@ class _Search:
                 if near and is_close(weights, scale * expected):
                     yield router._replace(gating=divided._replace(scale=float(near[0])), outputs=tuple(outputs))  # type: ignore[arg-type]
 
-    def _choosing(self, x: Tensor, result: tuple[Any, ...], routers: list[Router]) -> Iterator[Router]:
-        """Yield what may choose experts so, of what may weigh them so."""
-        trial = self.trial
-        found = _found(routers[0], result, "experts")
-        whole = [n for n in self.numbers if type(n) is int and 0 < n < trial.experts]
+    def _grouped(self, routers: list[Router]) -> Iterator[Router]:
+        """Yield formulas that weigh so, with each bias and each way to group that numbers of the module allow."""
+        whole = [int(n) for n in self.numbers if n == int(n) and 0 < n < self.trial.experts]
         pairs = [(groups, top) for groups, top in permutations(whole, 2) if top < groups]
         groupings = [(1, 1, "best"), *((*pair, how) for pair in pairs for how in ("best", "two best"))]
-        why = _OTHER_CHOICE
-        for router, bias, (groups, top_groups, how) in product(routers, (None, *trial.vectors), groupings):
+        for router, bias, (groups, top_groups, how) in product(routers, (None, *self.trial.vectors), groupings):
             gating = router.gating._replace(groups=groups, top_groups=top_groups, group_scores=how)
-            chosen = router._replace(gating=gating, bias=bias)
-            if not gating.fits(trial.experts) or (bias is not None and bias == router.offset):
-                continue
-            choice = trial.scores(chosen, x, trial.tensors)[2]
-            experts = gating.choose(choice)
-            if torch.equal(experts, found):
-                why = ""
-                yield chosen
-            elif why and torch.equal(experts.sort().values, found.sort().values):
-                why = "it gives experts in another order than that of their scores"
-            elif why and _fills_with_0(gating, choice, found):
-                why = _ZERO_FILLED
-        if why:
-            raise NotRecognisedError(why)
+            if gating.fits(self.trial.experts) and (bias is None or bias != router.offset):
+                yield router._replace(gating=gating, bias=bias)
 
-    def _agreeing(self, routers: list[Router], *tokens: int, limit: float | None = None, **how: float) -> list[Router]:
-        """Return what computes the same of other numbers."""
-        trial = self.trial
-        x = trial.draw_apart(routers[0], *tokens, **how)
+    def _choosing(self, x: Tensor, result: tuple[Any, ...], routers: list[Router]) -> Iterator[Router]:
+        """Yield what may choose experts so, of what may weigh them so."""
+        found, is_other_order, is_known = _found(routers[0], result, "experts"), False, False
+        for router in self._grouped(routers):
+            experts = router.gating.choose(self.trial.scores(router, x, self.trial.tensors)[2])
+            if torch.equal(experts, found):
+                is_known = True
+                yield router
+            is_other_order |= torch.equal(experts.sort().values, found.sort().values)
+        if not is_known:
+            raise NotRecognisedError(_OTHER_ORDER if is_other_order else self._why_not(routers, x, result))
+
+    def _agreeing(self, routers: list[Router], x: Tensor | None, limit: float | None = None) -> list[Router]:
+        """Return what computes the same of other numbers, if there are any."""
         if x is None:
             return routers
         x, tensors, result = self._run_for_derivatives(x, False)
@@ -203,14 +199,16 @@ class _Search:
 
     def _why_not(self, routers: list[Router], x: Tensor, result: tuple[Any, ...]) -> str:
         """Return what is otherwise in a result than in that of some formulas, of which it seemed to be."""
-        experts, found = (_found(routers[0], result, what) for what in ("experts", "weights"))
-        for router in routers:
-            _, scores, choice = self.trial.scores(router, x, self.trial.tensors)
-            if _fills_with_0(router.gating, choice, experts):
-                return _ZERO_FILLED
-            if is_close(found, router.gating.weigh(scores, experts)):
-                return _OTHER_CHOICE
-        return "it weighs in another way at other numbers"
+        experts, weights = (_found(routers[0], result, what) for what in ("experts", "weights"))
+        if not any(
+            is_close(weights, r.gating.weigh(self.trial.scores(r, x, self.trial.tensors)[1], experts)) for r in routers
+        ):
+            return "it weighs in another way at other numbers"
+        fills = any(
+            _fills_with_0(r.gating, self.trial.scores(r, x, self.trial.tensors)[2], experts)
+            for r in self._grouped(routers)
+        )
+        return _ZERO_FILLED if fills else "it does not choose the experts with the largest scores"
 
     def _computes_so(self, router: Router, *tokens: int, with_grad: bool, training: bool = False) -> bool:
         """Tell whether it computes the same, and its derivatives are, where a gradient is asked for or in training."""

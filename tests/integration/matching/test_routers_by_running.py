@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import kernels_ext_npu
 from tests.integration.matching.blocks import Block, launched, said
@@ -211,6 +212,30 @@ def test_in_a_dtype_whose_roundings_no_operator_has_its_class_computes(registere
     (row,) = (row for row in rows(model) if row.path == "part")
     assert not row.swapped
     assert "with a weight in torch.bfloat16 it is not known to round as the operator does" in row.reason
+
+
+def test_groups_that_rarely_matter_are_seen(registered) -> None:
+    class RareGroups(BestGroups):
+        n_parts, parts_kept, top_n = 4, 3, 2
+
+        def forward(self, x):
+            rows = x.view(-1, WIDTH)
+            p = F.linear(rows.float(), self.weight.float()).sigmoid()
+            parts = p.view(rows.size(0), self.n_parts, -1)
+            kept = parts.topk(2, dim=-1)[0].sum(-1).topk(self.parts_kept, dim=-1)[1]
+            mask = torch.zeros_like(parts[..., 0]).scatter_(1, kept, 1).unsqueeze(-1)
+            weights, index = parts.masked_fill(mask == 0, float("-inf")).flatten(1).topk(self.top_n, dim=-1)
+            return weights, index
+
+    torch.manual_seed(0)
+    rule = Rule("SigmoidTopKRouterUnbiased", k=2, sigmoid=True, groups=(4, 3, 2), places=(1, 0))
+    plain = RareGroups()
+    model = kernels_ext_npu.kernelize(Block(copy.deepcopy(plain)).to("npu"))
+    assert said(model) == [(rule.layer, True)]
+    x = torch.randn(2000, WIDTH)
+    expected, ungrouped = (each.weights(plain, x) for each in (rule, rule._replace(groups=None)))
+    assert 0 < ((expected > 0) != (ungrouped > 0)).any(-1).sum() < 200
+    torch.testing.assert_close(spread(rule, model.part(x.npu())).double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()

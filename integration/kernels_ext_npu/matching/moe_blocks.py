@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from kernels_ext_npu.matching.module_settings import Settings
+from kernels_ext_npu.matching.router_formulas import Gating
 
 
 class Experts(NamedTuple):
@@ -33,48 +33,34 @@ class Experts(NamedTuple):
     activation: nn.Module | None = None
 
 
-class Score(NamedTuple):
-    """How experts and weights follow from logits, ``[T, E]``.
+class Choice(NamedTuple):
+    """How a block itself chooses experts by logits.
 
     Attributes:
-        is_softmax: or sigmoid.
-        is_last: whether it is that of the largest logits, and not the largest of it.
-        is_divided: whether the weights are divided by their sum.
-        dtype: in which it is computed; None for that of the logits.
-        scale: what the weights are multiplied with in the end.
+        gating: how, for how many.
         bias: the name of what is added for the choice alone, ``[E]``; None without.
+        is_wide: whether scores are computed in float32, and not in the dtype of the logits.
     """
 
-    is_softmax: bool = True
-    is_last: bool = False
-    is_divided: bool = False
-    dtype: torch.dtype | None = torch.float32
-    scale: float = 1.0
+    gating: Gating
     bias: str | None = None
+    is_wide: bool = True
 
-    def choose(self, logits: Tensor, top_k: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the weights and the experts of each token, ``[T, k]``, as blocks of transformers do."""
-        if self.is_last:
-            found, index = logits.topk(top_k, dim=-1)
-            weights = self._values(found)
-        else:
-            values = self._values(logits)
-            index = (values if bias is None else values + bias.flatten()).topk(top_k, dim=-1)[1]
-            weights = values.gather(-1, index)
-        weights = weights / weights.sum(-1, keepdim=True) if self.is_divided else weights
-        return (weights if self.scale == 1 else weights * self.scale), index
-
-    def _values(self, logits: Tensor) -> Tensor:
-        if self.is_softmax:
-            return F.softmax(logits, dim=-1, dtype=self.dtype)
-        return torch.sigmoid(logits if self.dtype is None else logits.to(self.dtype))
+    def choose(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return weights and experts, ``[T, k]``, of logits, ``[T, E]``."""
+        scores = self.gating.score(logits.float() if self.is_wide else logits)
+        experts = self.gating.choose(scores if bias is None else scores + bias.flatten())
+        return self.gating.weigh(scores, experts), experts
 
 
-def possible_scores(scales: Iterable[float], bias: str | None) -> list[Score]:
-    """Return the scores that a block may have which names some numbers, and has a bias of its own, or none."""
-    terms = product((True, False), (False, True), (False, True), (torch.float32, None), (1.0, *scales), {None, bias})
-    found = [Score(*each) for each in terms]
-    return [s for s in found if not (s.is_last and (s.bias or (s.is_softmax and s.is_divided)))]  # a sum that is 1
+def possible_choices(top_k: int, scales: Iterable[float], bias: str | None) -> Iterator[Choice]:
+    """Yield how a block may choose which names some numbers, and has a bias of its own, or none.
+
+    The softmax of the largest logits is that of all, divided by its sum.
+    """
+    terms = product(("softmax", "sigmoid"), (False, True), (1.0, *scales), {None, bias}, (True, False))
+    for scores, is_divided, scale, added, is_wide in terms:
+        yield Choice(Gating(top_k, scores, renormalise=is_divided, scale=scale), added, is_wide)
 
 
 class Routed(NamedTuple):
@@ -109,7 +95,7 @@ class MoEBlock(NamedTuple):
         index_at: where in what it returns the experts are, ``[T, k]``; None where it returns logits.
         weights_at: where their weights are.
         top_k: how many experts a token has.
-        score: how these follow from logits.
+        choice: how these follow from logits; None where the gate says them.
         shared: the name of an expert of all tokens, None without; and whether it gets ``[T, H]``.
         shared_gate: the name of a projection to one value, whose sigmoid weighs that; None without.
         modes: what it does, by whether it is trained; without an entry it is something else.
@@ -122,7 +108,7 @@ class MoEBlock(NamedTuple):
     index_at: int | None
     weights_at: int | None
     top_k: int
-    score: Score | None
+    choice: Choice | None
     shared: tuple[str, bool] | None
     shared_gate: str | None
     modes: tuple[tuple[bool, Mode], ...]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from kernels_ext_npu.matching.computed import Computed, Recognised
 from kernels_ext_npu.matching.module_settings import is_linear, is_setting, numbers, read_settings
 from kernels_ext_npu.matching.moe_block_children import AnyOperator, Gate, GateStub, Stub, read_experts, read_gate
-from kernels_ext_npu.matching.moe_blocks import AddedLoss, Experts, Mode, MoEBlock, Routed, Score, possible_scores
+from kernels_ext_npu.matching.moe_blocks import AddedLoss, Choice, Experts, Mode, MoEBlock, Routed, possible_choices
 from kernels_ext_npu.matching.watched_runs import (
     MAGNITUDES,
     NotRecognisedError,
@@ -41,7 +41,7 @@ def find_moe_block(recognise: Callable[[nn.Module], Recognised | str | None], mo
     all tokens, and a projection to one value, whose sigmoid weighs that.
     """
     experts = read_experts(module, recognise)
-    own = {name: each for name, each in module._parameters.items() if each is not None}
+    own = {name: each for name, each in {**module._parameters, **module._buffers}.items() if each is not None}
     if experts is None or not takes(module, 1) or [p.numel() for p in own.values()] not in ([], [experts.number]):
         return None
     others = {name: child for name, child in module._modules.items() if child is not None and name != experts.name}
@@ -79,7 +79,8 @@ class _Trial:
     ) -> None:
         self.module, self.experts, self.gate = module, experts, gate
         self.shared, self.shared_gate = shared, shared_gate
-        own = next((name for name, each in module._parameters.items() if each is not None), None)
+        held = {**module._parameters, **module._buffers}
+        own = next((name for name, each in held.items() if each is not None), None)
         self.bias = own, None if own is None else torch.rand(experts.number)
         self.seen = "what it gives is not the weighted sum of what they give"  # why it is not known
         self.top_k, self.takes_rows, self.shares_rows, self.width = gate.top_k, False, False, _WIDTH
@@ -106,13 +107,13 @@ class _Trial:
         probes += [
             _Probe(shapes[0], dtype, magnitude) for dtype in (torch.bfloat16, torch.float16) for magnitude in (1e-2, 1)
         ]
-        found: dict[bool, tuple[Mode, Score | None]] = {}
+        found: dict[bool, tuple[Mode, Choice | None]] = {}
         for training in (False, True):
             terms = self._attempt(self._find_mode, probes, training)
             if terms is not None:
                 found[training] = terms
-        scores = {score for _, score in found.values()}
-        if len(scores) != 1:
+        choices = {choice for _, choice in found.values()}
+        if len(choices) != 1:
             return None
         gate = self.gate
         return MoEBlock(
@@ -123,7 +124,7 @@ class _Trial:
             index_at=gate.index_at,
             weights_at=gate.weights_at,
             top_k=self.top_k,
-            score=scores.pop(),
+            choice=choices.pop(),
             shared=None if self.shared is None else (self.shared, self.shares_rows),
             shared_gate=self.shared_gate,
             modes=tuple((training, mode) for training, (mode, _) in found.items()),
@@ -147,12 +148,14 @@ class _Trial:
 
         return attempt(noting)
 
-    def _find_mode(self, probes: list[_Probe], training: bool) -> tuple[Mode, Score | None] | None:
+    def _find_mode(self, probes: list[_Probe], training: bool) -> tuple[Mode, Choice | None] | None:
         """Return what the block does in training or not, if it does it with all probes."""
-        scores = [None] if self.gate.index_at is not None else possible_scores(self._named(float), self.bias[0])
+        choices: list[Any] = [None]
+        if self.gate.index_at is None:
+            choices = [*possible_choices(self.top_k, self._named(float), self.bias[0])]
         given = self.gate.returned.get((training, torch.float32), ())
         losses = [p for p, each in enumerate(given) if isinstance(each, Tensor) and each.numel() == 1]
-        terms = [*product((False, True), (None, *losses), scores)]
+        terms = [*product((False, True), (None, *losses), choices)]
         structures = []
         for probe in probes:
             seen = self._run(probe, training)
@@ -160,8 +163,8 @@ class _Trial:
             structures.append(seen.structure)
             if not terms or seen.structure != structures[0]:
                 return None
-        is_detached, loss, score = terms[0]
-        return Mode(is_detached, loss, structures[0]), score
+        is_detached, loss, choice = terms[0]
+        return Mode(is_detached, loss, structures[0]), choice
 
     def _run(self, probe: _Probe, training: bool) -> _Seen:
         """Run the block with random numbers in the place of all that it calls."""
@@ -180,8 +183,8 @@ class _Trial:
         for each in arguments if probe.with_grad else ():
             each.requires_grad_()
         with torch.set_grad_enabled(probe.with_grad):
-            own, watch = {self.bias[0]: self.bias[1]} if self.bias[0] else {}, AnyOperator()
-            result = run(self.module, x, parameters=own, children=children, training=training, watch=watch)
+            own: Any = {"parameters": self._own(self.module._parameters), "buffers": self._own(self.module._buffers)}
+            result = run(self.module, x, **own, children=children, training=training, watch=AnyOperator())
         if len(gate.seen) != 1 or not torch.equal(gate.seen[0].reshape(rows, -1), x.reshape(rows, -1)):
             raise NotRecognisedError("its gate is called otherwise")
         self.takes_rows, self.shares_rows = gate.seen[0].dim() < x.dim(), shared.dims < x.dim()
@@ -189,6 +192,10 @@ class _Trial:
             self.top_k = sum(each.rows for each in stubs[:number]) // rows
         added = [(shared if self.shared else None), (weighing if self.shared_gate else None)]
         return _Seen(self, result, x, gives, noise[:number], added, arguments, probe.with_grad)
+
+    def _own(self, held: dict[str, Any]) -> dict[str, Tensor | None]:
+        """Return random numbers in the place of the block's own bias."""
+        return {name: None if each is None else self.bias[1] for name, each in held.items()}
 
     def _gives(self, rows: int, probe: _Probe, training: bool) -> Any:
         """Return what the gate gives, of the dtypes of what it returned."""
@@ -253,10 +260,10 @@ class _Seen:
         self.y = result
         return ...
 
-    def agrees(self, is_detached: bool, loss: int | None, score: Score | None) -> bool:
+    def agrees(self, is_detached: bool, loss: int | None, choice: Choice | None) -> bool:
         """Tell whether the output is the sum of what experts give, and the gradients are those of that."""
         with torch.set_grad_enabled(self.with_grad):
-            expected = self._sum(is_detached, loss, score)
+            expected = self._sum(is_detached, loss, choice)
         limit = (self.trial.top_k + 8) * torch.finfo(self.x.dtype).eps  # of as many roundings, each of half a unit
         assert self.y is not None
         if not is_close(self.y, expected, max(limit, 1e-5)):
@@ -274,12 +281,12 @@ class _Seen:
         )
         return all(is_close(a, b, 1e-4) for a, b in zip(theirs, ours))
 
-    def _sum(self, is_detached: bool, loss: int | None, score: Score | None) -> Tensor:
+    def _sum(self, is_detached: bool, loss: int | None, choice: Choice | None) -> Tensor:
         trial, x = self.trial, self.x
-        if score is None:
+        if choice is None:
             index, weights = self.gives[trial.gate.index_at], self.gives[trial.gate.weights_at]
         else:
-            weights, index = score.choose(self.gives, trial.top_k, None if score.bias is None else trial.bias[1])
+            weights, index = choice.choose(self.gives, None if choice.bias is None else trial.bias[1])
         rows = x.reshape(-1, 1, x.shape[-1])
         base, slope = self.noise[:, 0][index], self.noise[:, 1][index]
         y = ((base + slope * rows.roll(1, -1)).to(x.dtype) * weights.unsqueeze(-1)).sum(1).view(x.shape)

@@ -15,10 +15,12 @@ from kernels_ext_npu.matching.watched_runs import CLAMPS, NotRecognisedError, Wa
 _FACTORS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # where products have what is multiplied with the weight
 _MANY = 2048  # rows, among which formulas differ that are not the same for most of them
 _COMPARISONS = {"topk", "sort", "max", "amax"}
-_OPERATORS = {
-    *(*CLAMPS, *_FACTORS, *_COMPARISONS, "_softmax", "gather", "scatter", "masked_fill", "where"),
-    *("zeros", "zeros_like", "new_zeros", "new_ones", "full_like", "bitwise_not", "logical_not", "eq", "ne", "gt"),
-}
+_OPERATORS = frozenset(
+    {
+        *(*CLAMPS, *_FACTORS, *_COMPARISONS, "_softmax", "gather", "scatter", "masked_fill", "where"),
+        *("zeros", "zeros_like", "new_zeros", "new_ones", "full_like", "bitwise_not", "logical_not", "eq", "ne", "gt"),
+    }
+)
 
 
 class WatchedRouter(Watched):

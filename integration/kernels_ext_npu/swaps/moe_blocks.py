@@ -18,8 +18,9 @@ from kernels_ext_npu.binding.devices import awaits_weights
 from kernels_ext_npu.binding.step_aside import guarded_forward
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.matching.module_settings import Settings, has_settings, is_linear
-from kernels_ext_npu.matching.moe_blocks import AddedLoss, MoEBlock, Routed, Score
+from kernels_ext_npu.matching.moe_blocks import AddedLoss, MoEBlock, Routed
 from kernels_ext_npu.module_state import has_hooks
+from kernels_ext_npu.swaps.routers import choose_by
 
 if TYPE_CHECKING:
     from kernels_ext_npu.matching.computed import Recognised
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 def make_block_forward(what: Recognised, matched: FunctionType) -> FunctionType:
     """Return the forward that computes all experts at once, for blocks that were recognised as the same."""
     block: Any = what.computed.block
-    modes, package = dict(block.modes), _package()
+    modes, choice, package = dict(block.modes), block.choice, _package()
+    if choice is not None:
+        choose = choose_by(package, choice.gating, choice.bias is not None) if choice.is_wide else choice.choose
 
     def holds(module: nn.Module) -> bool:
         is_known = module.training in modes and not torch.compiler.is_compiling()
@@ -40,11 +43,11 @@ def make_block_forward(what: Recognised, matched: FunctionType) -> FunctionType:
         if experts is None:
             return matched(self, x)
         given = self._modules[block.gate](rows if block.takes_rows else x)  # type: ignore[misc]
-        if block.score is None:
+        if choice is None:
             index, weights = (given[place].flatten(0, -2) for place in (block.index_at, block.weights_at))
         else:
-            bias = self._parameters.get(block.score.bias)
-            weights, index = _choose(package, block.score, given.flatten(0, -2), block.top_k, bias)
+            bias = getattr(self, choice.bias) if choice.bias else None
+            weights, index = choose(given.flatten(0, -2), bias)
             given = (given,)
         with torch.no_grad() if mode.is_detached else nullcontext():
             y = package.expert_lists.fused_listed_experts(experts, rows, index, weights).view(x.shape)
@@ -74,19 +77,6 @@ def remark(module: nn.Module, block: MoEBlock) -> str | None:
 
 def _package() -> Any:
     return registration.package(LAYERS["GatedMoEBlock"])
-
-
-def _choose(package: Any, score: Score, logits: Tensor, top_k: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the weights and the experts of each token: by one operator where there is one for the score."""
-    if score.is_last or score.dtype is None:
-        return score.choose(logits, top_k, bias)
-    if score == Score(is_divided=score.is_divided):
-        weights, index = package.softmax_top_k(logits, top_k, score.is_divided)
-        return weights, index
-    terms = {"scores": "softmax" if score.is_softmax else "sigmoid", "renormalise": score.is_divided}
-    bias = None if bias is None else bias.flatten()
-    weights, index = package.gating_top_k(logits.float(), top_k, bias, scale=score.scale, **terms)
-    return weights, index
 
 
 def _have_settings(module: nn.Module, block: MoEBlock) -> bool:

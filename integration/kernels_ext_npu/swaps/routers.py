@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels_ext_npu.matching.router_formulas import Dtypes, Router
+from kernels_ext_npu.matching.router_formulas import Dtypes, Gating, Router
 from kernels_ext_npu.reasons import Reason
 
 _TRAINS_OTHERWISE = Reason("training", "but it is trained, and computes something else then than in inference")
@@ -36,7 +36,7 @@ def make_router_forward(package: ModuleType, router: Router, matched: FunctionTy
         matched: the forward of the class.
     """
     known = {(dtypes.x, dtypes.weight): dtypes for dtypes in router.dtypes}
-    choose = _choose_by(package, router)
+    choose = choose_by(package, router.gating, router.bias is not None)
 
     def forward(self: nn.Module, x: Tensor) -> Any:
         weight = _at(self, router.weight)
@@ -86,10 +86,9 @@ def _multiply(package: ModuleType, x: Tensor, weight: Tensor, offset: Tensor | N
     return F.linear(x.to(product), weight.to(product), None if offset is None else offset.flatten().to(product))
 
 
-def _choose_by(package: ModuleType, router: Router) -> Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]:
+def choose_by(package: ModuleType, gating: Gating, has_bias: bool) -> Callable[[Tensor, Tensor | None], tuple]:
     """Return the function of logits and a bias that gives weights and experts."""
-    gating = router.gating
-    is_plain = gating.scores == "softmax" and gating.groups == 1 and router.bias is None and not gating.epsilon
+    is_plain = gating.scores == "softmax" and gating.groups == 1 and not has_bias and not gating.epsilon
 
     def choose(logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         if is_plain:

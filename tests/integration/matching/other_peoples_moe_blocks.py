@@ -206,6 +206,16 @@ class BiasedBlock(nn.Module):
         return (y + self.all_of_them(rows)).view(x.shape)
 
 
+class BufferedBlock(BiasedBlock):
+    """Holds the bias as a buffer, which a training loop moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        bias = self.router_bias.detach()
+        del self.router_bias
+        self.register_buffer("router_bias", bias)
+
+
 class DenseBlock(nn.Module):
     """Asks all experts about all tokens, and weighs most with 0."""
 

@@ -269,6 +269,7 @@ MOE_BLOCKS = (
     MaskingBlock,
     SigmoidBlock,
     BiasedBlock,
+    BufferedBlock,
     DenseBlock,
     SequenceBlock,
 )

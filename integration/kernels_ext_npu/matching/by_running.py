@@ -1,4 +1,4 @@
-"""Norms, gated MLPs and activations of other people's code, found by what they compute: no spelling and no name counts.
+"""What modules of other people's code compute, such as norms and routers: no spelling and no name counts.
 
 A forward runs on small random numbers on the CPU, on a stand-in that shares nothing with the module but its settings.
 Two witnesses have to agree. What it calls: a few operators of torch, without a host read, a branch on a size, a draw of

@@ -100,14 +100,14 @@ class _Search:
             trial.draw_matrix(dtype)
             if shapes := taken_shapes(lambda *tokens: trial.run(trial.draw(*tokens), trial.tensors)):
                 break
-        else:
+        # some take others and mean nothing by it
+        shapes = [each for each in shapes if _places(x := trial.draw(*each), trial.run(x, trial.tensors)) is not None]
+        if not shapes:
             return None
-        first = shapes[0]
-        x = trial.draw(16, *first[1:])
+        self.routes, first = True, shapes[0]
+        x = trial.draw(8 * first[0], *first[1:])
         result = trial.run(x, trial.tensors)
         routers = list(self._weighing(x, result))
-        if not self.routes:
-            return None
         if not routers:
             raise NotRecognisedError("its weights are no softmax or sigmoid of what it multiplies with its matrix")
         routers = list(self._choosing(x, result, routers))
@@ -141,25 +141,22 @@ class _Search:
     def _weighing(self, x: Tensor, result: tuple[Any, ...]) -> Iterator[Router]:
         """Yield what may weigh the chosen experts so."""
         trial, tokens = self.trial, x.shape[:-1]
-        tensors = {place: each for place, each in enumerate(result) if isinstance(each, Tensor)}
-        whole = [place for place, each in tensors.items() if each.dtype in (torch.int64, torch.int32) and each.dim()]
-        if len(whole) != 1:
+        if (places := _places(x, result)) is None:
             return
-        experts = tensors[whole[0]]
-        alike = [p for p, each in tensors.items() if each.is_floating_point() and each.shape == experts.shape]
-        self.routes = bool(alike) and experts.shape[:-1] in (tokens, (tokens.numel(),))
+        whole, alike = places
+        experts = result[whole]
         divisions = [(False, 0.0), *((True, epsilon) for epsilon in (0.0, *self.numbers) if 0 <= epsilon < 1)]
-        scored = product(alike if self.routes else (), (None, *trial.vectors), ("softmax", "sigmoid"))
+        scored = product(alike, (None, *trial.vectors), ("softmax", "sigmoid"))
         for place, offset, name in scored:
             gating = Gating(experts.shape[-1], name)
             router = Router(gating, trial.weight, trial.is_transposed, offset=offset)
             logits, scores, _ = trial.scores(router, x, trial.tensors)
-            names = {whole[0]: "experts", place: "weights"}
+            names = {whole: "experts", place: "weights"}
             others = {"logits": logits, "scores": scores}
             outputs = [_output(each, tokens, names.get(i), others) for i, each in enumerate(result)]
             for renormalise, epsilon in divisions if None not in outputs else ():
                 divided = gating._replace(renormalise=renormalise, epsilon=epsilon)
-                weights, expected = tensors[place].flatten(0, -2), divided.weigh(scores, experts.flatten(0, -2))
+                weights, expected = result[place].flatten(0, -2), divided.weigh(scores, experts.flatten(0, -2))
                 scale = float((weights / expected).median())
                 near = [n for n in (1.0, *self.numbers, float(f"{scale:.3g}")) if math.isclose(n, scale, rel_tol=1e-5)]
                 if near and is_close(weights, scale * expected):
@@ -254,6 +251,17 @@ class _Search:
             return are_same(found, expected, arguments) if limit is None else is_close(found, expected, limit)
 
         return all(map(is_same, router.outputs, result))
+
+
+def _places(x: Tensor, result: tuple[Any, ...]) -> tuple[int, list[int]] | None:
+    """Return where in a result its experts are, and what may be their weights; None if it has not one of each."""
+    tensors = {place: each for place, each in enumerate(result) if isinstance(each, Tensor) and each.dim()}
+    whole = [place for place, each in tensors.items() if each.dtype in (torch.int64, torch.int32)]
+    if len(whole) != 1 or tensors[whole[0]].shape[:-1] not in (x.shape[:-1], (x.shape[:-1].numel(),)):
+        return None
+    shape = tensors[whole[0]].shape
+    alike = [place for place, each in tensors.items() if each.is_floating_point() and each.shape == shape]
+    return (whole[0], alike) if alike else None
 
 
 def _found(router: Router, result: tuple[Any, ...], what: str) -> Tensor:

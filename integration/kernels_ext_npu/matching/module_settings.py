@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Collection, Iterator
 from itertools import chain
+from logging import Logger
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -163,6 +164,22 @@ def _globals_read(cls: type[nn.Module], _: Any) -> tuple[tuple[FunctionType, str
             elif is_config(value) or (isinstance(value, (type, ModuleType)) and not _is_fixed(value)):
                 found += [(function, f"{name}.{each}") for each in sorted(read & vars(value).keys())]
     return tuple(found)
+
+
+def reads_objects(cls: type[nn.Module]) -> bool:
+    """Tell whether methods of a class read an object of their file that is neither code nor a constant.
+
+    It may keep what they tell it.
+    """
+    functions = [each for base in cls.__mro__[: -len(nn.Module.__mro__)] for each in _functions_in(base)]
+    read = [
+        each.__globals__[name]
+        for each in functions
+        for name in names_in(each.__code__) & each.__globals__.keys()
+        if each.__name__ != "__init__"
+    ]
+    known = FunctionType, BuiltinFunctionType, ModuleType, type, Logger, *_PLAIN
+    return not all(isinstance(value, known) or is_config(value) for value in read)
 
 
 def _is_fixed(value: Any) -> bool:

@@ -20,6 +20,7 @@ from kernels_ext_npu.matching.watched_runs import (
     OwnOperatorError,
     Watched,
     attempt,
+    casts,
     stand_in,
 )
 from kernels_ext_npu.patterns.gated_mlps import GATED, LlamaMLP, MixtralBlockSparseTop2MLP, projection_names
@@ -142,6 +143,8 @@ class AnyOperator(Watched):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, _, name = function._schema.name.partition("::")
+        if not self.autocast and any(casts()):
+            raise NotRecognisedError("it turns autocast on")
         if kind == "npu":
             raise OwnOperatorError(name)
         if kind not in ("aten", "prim") or torch.Tag.nondeterministic_seeded in function.tags:
@@ -158,11 +161,12 @@ class Stub(nn.Module):
 
     def __init__(self, base: Tensor, slope: Tensor) -> None:
         super().__init__()
-        self.base, self.slope, self.rows, self.dims = base, slope, 0, 0
+        self.base, self.slope, self.rows, self.dims, self.is_cast = base, slope, 0, 0, True
 
     def forward(self, x: Tensor) -> Tensor:
         self.rows += x.numel() // x.shape[-1]
         self.dims = x.dim()
+        self.is_cast &= all(casts())
         return self.compute(x)
 
     def compute(self, x: Tensor) -> Tensor:
@@ -174,14 +178,17 @@ class GateStub(nn.Module):
 
     def __init__(self, gives: Any, keeps_sequences: bool) -> None:
         super().__init__()
-        self.gives, self.keeps_sequences, self.seen = gives, keeps_sequences, []  # type: ignore[var-annotated]
+        self.gives, self.keeps_sequences, self.is_cast = gives, keeps_sequences, True
+        self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Any:
         self.seen.append(x)
+        self.is_cast = all(casts())
         if isinstance(self.gives, Tensor):
             return self._shaped(self.gives, x)
         return type(self.gives)(self._shaped(each, x) for each in self.gives)
 
     def _shaped(self, value: Any, x: Tensor) -> Any:
         is_of_tokens = isinstance(value, Tensor) and value.dim() > 1 and len(value) == x.numel() // x.shape[-1]
-        return value.view(*x.shape[:-1], *value.shape[1:]) if is_of_tokens and self.keeps_sequences else value
+        value = value.view(*x.shape[:-1], *value.shape[1:]) if is_of_tokens and self.keeps_sequences else value
+        return value.clone() if isinstance(value, Tensor) else value  # without a gradient where none is asked for

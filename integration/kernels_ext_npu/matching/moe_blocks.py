@@ -92,6 +92,8 @@ class MoEBlock(NamedTuple):
         gate: the name of the child that chooses.
         gate_settings: what that reads; None of a linear layer.
         takes_rows: whether it gets ``[T, H]``, and not what the block gets.
+        widens: whether it gets float32, whatever the block gets.
+        casts: whether autocast around the block is on wherever it calls.
         index_at: where in what it returns the experts are, ``[T, k]``; None where it returns logits.
         weights_at: where their weights are.
         top_k: how many experts a token has.
@@ -105,6 +107,8 @@ class MoEBlock(NamedTuple):
     gate: str
     gate_settings: Settings | None
     takes_rows: bool
+    widens: bool
+    casts: bool
     index_at: int | None
     weights_at: int | None
     top_k: int

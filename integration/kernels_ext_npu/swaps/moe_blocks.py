@@ -35,6 +35,7 @@ def make_block_forward(what: Recognised, matched: FunctionType) -> FunctionType:
 
     def holds(module: nn.Module) -> bool:
         is_known = module.training in modes and not torch.compiler.is_compiling()
+        is_known &= block.casts or not torch.is_autocast_enabled("npu")
         return is_known and has_settings(module, what.settings) and _have_settings(module, block)
 
     def forward(self: nn.Module, x: Tensor) -> Any:
@@ -42,7 +43,8 @@ def make_block_forward(what: Recognised, matched: FunctionType) -> FunctionType:
         experts = package.expert_lists.fusable_experts(_roles(self, block), rows, block.top_k)
         if experts is None:
             return matched(self, x)
-        given = self._modules[block.gate](rows if block.takes_rows else x)  # type: ignore[misc]
+        routed = rows if block.takes_rows else x
+        given = self._modules[block.gate](routed.float() if block.widens else routed)  # type: ignore[misc]
         if choice is None:
             index, weights = (given[place].flatten(0, -2) for place in (block.index_at, block.weights_at))
         else:

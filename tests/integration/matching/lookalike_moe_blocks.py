@@ -4,7 +4,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.integration.matching.other_peoples_moe_blocks import CHOSEN, EXPERTS, WIDTH, Expert
+from tests.integration.matching.other_peoples_moe_blocks import CHOSEN, EXPERTS, WIDTH, Chooser, Expert
+
+LOADS: list[torch.Size] = []
 
 
 class Like(nn.Module):
@@ -139,6 +141,34 @@ class AddsAParameter(Like):
     def route(self, x):
         weights, chosen = F.softmax(self.gate(x) + self.bias, -1, dtype=torch.float32).topk(CHOSEN, -1)
         return weights.to(x.dtype), chosen
+
+
+class HidesTokensFromItsGate(Like):
+    def route(self, x):
+        return super().route(x.detach())
+
+
+class TrainsNoGate(Like):
+    def route(self, x):
+        with torch.no_grad():
+            return super().route(x)
+
+
+class TellsAnObject(Like):
+    def route(self, x):
+        weights, chosen = super().route(x)
+        LOADS.append(chosen.shape)
+        return weights, chosen
+
+
+class SkipsSmallWeights(Like):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Chooser()
+
+    def route(self, x):
+        chosen, weights, _ = self.gate(x)
+        return torch.where(weights < 1e-3, 0.0, weights), chosen
 
 
 class Normalises(Like):

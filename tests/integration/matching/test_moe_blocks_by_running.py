@@ -6,10 +6,12 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
+from torch.nn import functional as F
 
 import kernels_ext_npu
 from tests.integration.matching.lookalike_moe_blocks import LIKE_MOE_BLOCKS, Like
 from tests.integration.matching.other_peoples_moe_blocks import (
+    CHOSEN,
     MOE_BLOCKS,
     WIDTH,
     Chooser,
@@ -214,3 +216,31 @@ def test_the_report_says_why_a_block_computes_its_experts_one_after_the_other() 
     row = find_row(in_a_model(Remembering()))
     assert (row.kernel, row.swapped, row.kind, row.reason.code) == (None, False, "experts", "unknown")
     assert row.reason == "its experts are computed one after the other: it writes to what it is given, or to itself"
+
+
+class WideGate(Like):
+    """Gives its gate float32, and lets no autocast narrow that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate.float()
+
+    def route(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            weights, chosen = F.softmax(self.gate(x.float()), -1).topk(CHOSEN, -1)
+        return weights.to(x.dtype), chosen
+
+
+def test_a_gate_in_float32_gets_that() -> None:
+    plain = WideGate().eval()
+    plain.experts.bfloat16()
+    x = steady_tokens(copy.deepcopy(plain).float(), torch.bfloat16)
+    model = in_a_model(plain)
+    assert is_at_once(model, x.npu())
+    with torch.no_grad():  # of 16 bits, rounded apart
+        torch.testing.assert_close(model["block"](x.npu()).cpu(), plain(x), rtol=2**-6, atol=2**-8)
+        found: list[torch.dtype] = []
+        model["block"].gate.register_forward_hook(lambda module, given, result: found.append(result.dtype))
+        with torch.autocast("npu", torch.bfloat16):
+            model["block"](x.npu())
+    assert found == [torch.float32]

@@ -148,12 +148,6 @@ class HidesTokensFromItsGate(Like):
         return super().route(x.detach())
 
 
-class TrainsNoGate(Like):
-    def route(self, x):
-        with torch.no_grad():
-            return super().route(x)
-
-
 class TellsAnObject(Like):
     def route(self, x):
         weights, chosen = super().route(x)
@@ -161,14 +155,28 @@ class TellsAnObject(Like):
         return weights, chosen
 
 
-class SkipsSmallWeights(Like):
+class HasAChooser(Like):
+    """A block whose gate is a module, and which is served."""
+
     def __init__(self) -> None:
         super().__init__()
         self.gate = Chooser()
 
     def route(self, x):
         chosen, weights, _ = self.gate(x)
+        return weights.to(x.dtype), chosen
+
+
+class SkipsSmallWeights(HasAChooser):
+    def route(self, x):
+        weights, chosen = super().route(x)
         return torch.where(weights < 1e-3, 0.0, weights), chosen
+
+
+class TrainsNoGate(HasAChooser):
+    def route(self, x):
+        with torch.no_grad():
+            return super().route(x)
 
 
 class Normalises(Like):
@@ -176,4 +184,5 @@ class Normalises(Like):
         return super().route(F.normalize(x, dim=-1))
 
 
-LIKE_MOE_BLOCKS = tuple(Like.__subclasses__())
+SERVED = (Like, HasAChooser)
+LIKE_MOE_BLOCKS = (*(cls for cls in Like.__subclasses__() if cls not in SERVED), *HasAChooser.__subclasses__())

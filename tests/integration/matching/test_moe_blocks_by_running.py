@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import kernels_ext_npu
-from tests.integration.matching.lookalike_moe_blocks import LIKE_MOE_BLOCKS, Like
+from tests.integration.matching.lookalike_moe_blocks import LIKE_MOE_BLOCKS, SERVED, Like
 from tests.integration.matching.other_peoples_moe_blocks import (
     CHOSEN,
     MOE_BLOCKS,
@@ -119,8 +119,9 @@ def test_what_only_looks_like_one_is_left_alone(cls: type[nn.Module]) -> None:
     assert "forward" not in vars(model["block"])
 
 
-def test_what_they_look_like_is_served() -> None:
-    assert find_row(in_a_model(Like())).swapped
+@pytest.mark.parametrize("cls", SERVED)
+def test_what_they_look_like_is_served(cls: type[nn.Module]) -> None:
+    assert find_row(in_a_model(cls())).swapped
 
 
 def test_one_that_does_something_else_in_training_is_served_for_inference_alone() -> None:

@@ -162,7 +162,8 @@ def _globals_read(cls: type[nn.Module], _: Any) -> tuple[tuple[FunctionType, str
             elif _is_plain(value):
                 found.append((function, name))
             elif is_config(value) or (isinstance(value, (type, ModuleType)) and not _is_fixed(value)):
-                found += [(function, f"{name}.{each}") for each in sorted(read & vars(value).keys())]
+                own = getattr(value, "__dict__", {})  # one with slots may be changed, too, and is not seen to be
+                found += [(function, f"{name}.{each}") for each in sorted(read & own.keys())]
     return tuple(found)
 
 

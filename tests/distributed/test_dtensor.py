@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
-import kernels_ext_npu
 from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.functions import FUNCTIONS
@@ -68,17 +67,17 @@ def test_functions_of_dtensors(two_ranks, name) -> None:
 def norm_with_torch() -> dict[str, Any]:
     """The differences of torch's own norm by layout, relative to what float64 gives."""
     case, differences = CASES["rms_norm"], {}
-    kernels_ext_npu.register()
     arguments = case.arguments()[:2]
     norm = lambda x, weight: functional.rms_norm(x, x.shape[-1:], weight, 1e-6)  # noqa: E731
     exact = comparing.exact(norm, arguments)
-    for placement in EVERYWHERE:
-        parts = [spread(arguments[0], placement), spread(arguments[1], WHOLE)]
-        result = norm(*parts)
-        ramp = torch.linspace(-1, 1, result.numel(), device="npu").view(result.shape)
-        result.backward(distribute_tensor(ramp, mesh(), [WHOLE]))
-        found = comparing.Results([engines.whole(result)], [engines.whole(part.grad) for part in parts])
-        differences[f"{placement}"] = comparing.difference(found, exact).largest
+    with engines.registered(True):
+        for placement in EVERYWHERE:
+            parts = [spread(arguments[0], placement), spread(arguments[1], WHOLE)]
+            result = norm(*parts)
+            ramp = torch.linspace(-1, 1, result.numel(), device="npu").view(result.shape)
+            result.backward(distribute_tensor(ramp, mesh(), [WHOLE]))
+            found = comparing.Results([engines.whole(result)], [engines.whole(part.grad) for part in parts])
+            differences[f"{placement}"] = comparing.difference(found, exact).largest
     return {"differences": differences}
 
 

@@ -69,7 +69,7 @@ class BlockRun:
         for each in self._arguments if probe.with_grad else ():
             each.requires_grad_()
         own = (
-            {n: p if p is None else self._bias for n, p in held.items()}
+            {name: None if each is None else self._bias.view(each.shape) for name, each in held.items()}
             for held in (module._parameters, module._buffers)
         )
         given: Any = dict(zip(("parameters", "buffers"), own))

@@ -88,16 +88,16 @@ class _Trial:
         choices = {choice for _, choice in found.values()}
         if len(choices) != 1 or first.top_k == 0:
             return None
-        in_16_bits, cast = self._run(Probe(shapes[0], torch.bfloat16), not found.get(False)), None
+        training, narrow = False not in found, Probe(shapes[0], torch.bfloat16)
         with autocast(True):
-            cast = self._attempt(self._run, Probe(shapes[0], torch.bfloat16, is_cast=True), not found.get(False))
+            cast = self._attempt(self._run, narrow._replace(is_cast=True), training)
         parts, gate = self.parts, self.parts.gate
         return MoEBlock(
             experts=parts.experts,
             gate=gate.name,
             gate_settings=gate.settings,
             takes_rows=first.takes_rows,
-            widens=in_16_bits.widens,
+            widens=self._run(narrow, training).widens,
             casts=cast is not None and cast.is_cast,
             index_at=gate.index_at,
             weights_at=gate.weights_at,

@@ -194,7 +194,7 @@ class BiasedBlock(nn.Module):
     def forward(self, x):
         rows = x.reshape(-1, WIDTH)
         probabilities = self.gate(rows).float().sigmoid()
-        chosen = (probabilities + self.router_bias.unsqueeze(0)).topk(CHOSEN, dim=-1)[1]
+        chosen = (probabilities + self.router_bias.view(1, -1)).topk(CHOSEN, dim=-1)[1]
         weights = torch.gather(probabilities, -1, chosen)
         weights = (weights / weights.sum(-1, keepdim=True).clamp_min(1e-20) * self.scaling).to(x.dtype)
         y = torch.zeros_like(rows)
@@ -213,7 +213,7 @@ class BufferedBlock(BiasedBlock):
         super().__init__()
         bias = self.router_bias.detach()
         del self.router_bias
-        self.register_buffer("router_bias", bias)
+        self.register_buffer("router_bias", bias.unsqueeze(0))
 
 
 class DenseBlock(nn.Module):

@@ -43,10 +43,14 @@ def recognise(module: nn.Module) -> Recognised | str | None:
     key = settings, opaque, shapes, held, read, lists
     if key not in _known:
         rotating = () if helpers is None else (functools.partial(find_rotating_module, helpers),)
-        block = (functools.partial(find_moe_block, recognise),) if lists else ()
-        plain: tuple[Any, ...] = (find_norm, find_activation, find_gated_mlp, find_router, *rotating)
-        finders = rotating if tensors else (find_router, *block) if buffers else plain
-        finders = (find_gated_mlp, find_router, *block) if opaque and not buffers else finders
+        block = (functools.partial(find_moe_block, recognise, settings),) if lists else ()
+        finders: tuple[Any, ...] = find_norm, find_activation, find_gated_mlp, find_router, *rotating
+        if tensors:
+            finders = rotating
+        elif buffers:
+            finders = find_router, *block
+        elif opaque:
+            finders = find_gated_mlp, find_router, *block
         try:
             with isolated():
                 found = next(filter(None, (attempt(find, module) for find in finders)), None)

@@ -68,11 +68,10 @@ class BlockRun:
         ]
         for each in self._arguments if probe.with_grad else ():
             each.requires_grad_()
-        own = (
-            {name: None if each is None else self._bias.view(each.shape) for name, each in held.items()}
-            for held in (module._parameters, module._buffers)
-        )
-        given: Any = dict(zip(("parameters", "buffers"), own))
+        given: dict[str, Any] = {
+            kind: {name: None if each is None else self._bias.view(each.shape) for name, each in held.items()}
+            for kind, held in (("parameters", module._parameters), ("buffers", module._buffers))
+        }
         given["children"] = {name: child for name, child in children.items() if name is not None}
         watch = AnyOperator()
         watch.autocast = probe.is_cast

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.matching.computed import Computed, Recognised
-from kernels_ext_npu.matching.module_settings import is_linear, numbers, read_settings, reads_objects
+from kernels_ext_npu.matching.module_settings import Settings, is_linear, numbers, reads_objects
 from kernels_ext_npu.matching.moe_block_children import read_experts, read_gate
 from kernels_ext_npu.matching.moe_block_runs import BlockRun, Parts, Probe
 from kernels_ext_npu.matching.moe_blocks import Choice, Mode, MoEBlock, possible_choices
@@ -29,11 +29,18 @@ _LARGEST = 2**22  # values in what is tried
 _ONE_BY_ONE = "its experts are computed one after the other"
 
 
-def find_moe_block(recognise: Callable[[nn.Module], Recognised | str | None], module: nn.Module) -> Computed | None:
+def find_moe_block(
+    recognise: Callable[[nn.Module], Recognised | str | None], settings: Settings, module: nn.Module
+) -> Computed | None:
     """Return what a block with a list of experts computes, or why that is no weighted sum of theirs; None of others.
 
     Of its other children one returns the experts of each token and their weights, or logits. Others may be an expert of
     all tokens, and a projection to one value, whose sigmoid weighs that.
+
+    Args:
+        recognise: tells what a module computes.
+        settings: of the block.
+        module: the block.
     """
     experts = read_experts(module, recognise)
     own = {name: each for name, each in {**module._parameters, **module._buffers}.items() if each is not None}
@@ -50,9 +57,8 @@ def find_moe_block(recognise: Callable[[nn.Module], Recognised | str | None], mo
     weighing = [name for name, child in others.items() if name != gate.name and is_linear(child)]
     if max(len(shared), len(weighing)) > 1 or (weighing and others[weighing[0]].out_features != 1):
         return None
-    (bias, _), *_ = [*own.items(), (None, None)]
-    parts = Parts(module, experts, gate, next(iter(shared), None), next(iter(weighing), None), bias)
-    trial = _Trial(parts)
+    bias, shared_expert, shared_gate = (next(iter(names), None) for names in (own, shared, weighing))
+    trial = _Trial(Parts(module, experts, gate, shared_expert, shared_gate, bias), settings)
     if (block := trial.find()) is not None:
         return Computed("GatedMoEBlock", block=block)
     return Computed("GatedMoEBlock", refused=Reason("unknown", f"{_ONE_BY_ONE}: {trial.seen}"))
@@ -65,8 +71,8 @@ class _Trial:
         seen: why that is not known.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts, self.width = parts, _WIDTH
+    def __init__(self, parts: Parts, settings: Settings) -> None:
+        self.parts, self.settings, self.width = parts, settings, _WIDTH
         self.seen = "what it gives is not the weighted sum of what they give"
 
     def find(self) -> MoEBlock | None:
@@ -80,9 +86,10 @@ class _Trial:
         else:
             return None
         first: BlockRun = firsts[shapes[0]]
+        probes = self._probes(shapes)
         found: dict[bool, tuple[Mode, Choice | None]] = {}
         for training in (False, True):
-            terms = self._attempt(self._find_mode, self._probes(shapes), first.top_k, training)
+            terms = self._attempt(self._find_mode, probes, first.top_k, training)
             if terms is not None:
                 found[training] = terms
         choices = {choice for _, choice in found.values()}
@@ -126,9 +133,8 @@ class _Trial:
 
     def _named(self, kind: type) -> set[Any]:
         """Return the numbers of a kind that the code of the block names or reads."""
-        settings = read_settings(self.parts.module, tuple(self.parts.module._buffers))
-        members = settings.members if settings is not None else ()
-        return numbers(self.parts.module, kind) | {value for _, value in members if type(value) is kind}
+        read = {value for _, value in self.settings.members if type(value) is kind}
+        return numbers(self.parts.module, kind) | read
 
     def _attempt(self, find: Callable[..., Any], *arguments: Any) -> Any:
         """Return what is found; None if a forward raises, or does what none does that is known, which is kept."""

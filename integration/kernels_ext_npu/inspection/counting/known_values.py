@@ -168,9 +168,8 @@ class KnownValues:
 
         def value(fake: Tensor) -> Tensor:
             known = self._value(fake)
-            return (
-                torch.zeros((), dtype=fake.dtype).expand(fake.shape) if known is None else known
-            )  # it may be a weight
+            # without memory of its own, since it may be a weight
+            return torch.zeros((), dtype=fake.dtype).expand(fake.shape) if known is None else known
 
         with _disable_current_modes():
             args, kwargs = tree_map_only(Tensor, value, (args, kwargs))

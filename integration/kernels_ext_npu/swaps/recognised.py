@@ -96,15 +96,14 @@ def revert(view: View) -> None:
             active.patches.give_back(cls, name)
 
 
-def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
+def remarks(view: View, served: list[Decision]) -> dict[Decision, str | None]:
     """Say of gated MLPs why they multiply twice, and of blocks why they compute expert by expert."""
-    found: dict[Decision, str] = {}
-    decisions = {decision.module: decision for decision in served}
+    found: dict[Decision, str | None] = {}
+    decisions = {decision.module: decision for decision in served if decision.function is None}
     for module, block in _blocks(view, decisions):
         from kernels_ext_npu.swaps import moe_blocks
 
-        if (remark := moe_blocks.remark(module, block)) is not None:
-            found[decisions[module]] = remark
+        found[decisions[module]] = moe_blocks.remark(module, block)
     if (package := registration.try_package("SwiGLU")) is None:
         return found
     for decision in served:

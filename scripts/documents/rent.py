@@ -43,7 +43,7 @@ from kernels_ext_npu.inspection.counting.dispatch import Counting
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.measuring.estimate import estimate
 from kernels_ext_npu.measuring.roofline import SOCS
-from kernels_ext_npu.patterns.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
+from kernels_ext_npu.selftest.layers.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
 
 RECORD = ROOT / "tests" / "data" / "rent.json"
 TOKENS, RANK, CHANCE = 4096, 16, 0.05

@@ -43,13 +43,13 @@ WAY = (
     ),
     Step(
         "match",
-        "The syntax tree of the forward of each class, and of the helpers that it calls, is compared with patterns. "
-        "What equals one is served by its layer, if nothing on the instance stands against it. Norms, gated MLPs, "
-        "activations and routers of other people's code are run instead.",
+        "The forward of each class, and the helpers that it calls, have a fingerprint. Where that is known, a pattern "
+        "names the layer, if nothing on the instance stands against it. Norms, gated MLPs, activations and routers of "
+        "other people's code are run instead.",
         (
             "swaps.layers:find",
             "matching.lookup:find_pattern",
-            "matching.fingerprint:fingerprint",
+            "matching.known_forwards:known_name",
             "matching.by_running:recognise",
         ),
     ),

@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional as F
 
 import kernels_ext_npu
-from kernels_ext_npu.patterns.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
+from kernels_ext_npu.selftest.layers.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
 from tests.all_kernels.differentiated import CASES, Case
 from tests.fused_moe import list_blocks
 from tests.fused_moe.expert_modules import block as block_of

@@ -23,7 +23,7 @@ from tests.all_kernels.empty_calls import CASES, WITHOUT_GRADIENTS, Case
 from tests.support.local_kernels import kernel
 
 ROTATIONS = [pattern for pattern in FUNCTION_PATTERNS if pattern.repository == "RoPE"]
-ONE_IMAGE_LAYERS = {"inkling2_vision", "qwen2_vl_vision", "minimax_m3_vl_tower"}  # without a dimension of rows
+ONE_IMAGE = {"inkling2:apply_rotary_pos_emb_vision", "qwen2_vl:apply_rotary_pos_emb_vision"}  # without rows
 REPOSITORY = {function.name: function.repository for function in functions.FUNCTIONS}
 
 
@@ -96,13 +96,13 @@ def test_a_layer_gives_zeros_to_what_has_gradients(layer: str, number: int) -> N
     ("pattern", "batch", "positions"),
     [
         *((pattern, 2, 0) for pattern in ROTATIONS),
-        *((pattern, 0, 6) for pattern in ROTATIONS if pattern.original.__name__ not in ONE_IMAGE_LAYERS),
+        *((pattern, 0, 6) for pattern in ROTATIONS if pattern.name not in ONE_IMAGE),
     ],
-    ids=lambda value: value.original.__name__ if isinstance(value, Pattern) else str(value),
+    ids=lambda value: value.name if isinstance(value, Pattern) else str(value),
 )
 def test_a_rotation_keeps_its_graph(monkeypatch, pattern: Pattern, batch: int, positions: int) -> None:
     monkeypatch.setattr(rotary_arguments, "B", batch)
-    given = rotary_arguments.arguments(pattern.original.__name__, torch.float32, torch.float32, positions)
+    given = rotary_arguments.arguments(pattern.name, torch.float32, torch.float32, positions)
     fixed = {name: given.pop(name) for name in [*given] if name in rotary_arguments.FIXED}
     layer = getattr(kernel("RoPE").layers, pattern.layers[0])()
     found = comparing.results(

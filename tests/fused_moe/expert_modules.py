@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.patterns import moe_blocks_v4
-
 EXPERTS, HIDDEN, INNER = 6, 32, 64
-BLOCKS = {pattern.original: pattern.layers[0] for pattern in moe_blocks_v4.PATTERNS}
 
 
 class Config:

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.patterns.moe_blocks_v4 import DeepseekV3MoE
-from tests.fused_moe.expert_modules import BLOCKS
+from kernels_ext_npu.selftest.layers.moe_blocks_v4 import BLOCKS, DeepseekV3MoE
 from tests.support import swapped
 
 each_block = pytest.mark.parametrize("cls", BLOCKS, ids=lambda cls: cls.__name__)

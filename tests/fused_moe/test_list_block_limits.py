@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernels_ext_npu.patterns.moe_blocks_v4 import DeepseekV3MoE, MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
+from kernels_ext_npu.selftest.layers.moe_blocks_v4 import DeepseekV3MoE, MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
 from tests.fused_moe.expert_modules import block, block_inputs
 from tests.fused_moe.list_blocks import assert_close, bound, each_block, results
 from tests.support import npu_counts

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.patterns.moe_blocks_v4 import MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
+from kernels_ext_npu.selftest.layers.moe_blocks_v4 import MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock
 from tests.fused_moe.expert_modules import HIDDEN, block, block_inputs
 from tests.fused_moe.list_blocks import assert_close, bound, decided, double, each_block, error, packed_or_not, results
 from tests.support import npu_counts

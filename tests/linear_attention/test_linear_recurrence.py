@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels_ext_npu.patterns.gated_recurrences import RecurrentGemmaRglru
+from kernels_ext_npu.selftest.layers import bare_modules
 from tests.support import npu_counts
 from tests.support.nearness import TOLERANCE
 
@@ -70,17 +70,17 @@ def test_what_does_not_fit_is_refused(kernel: ModuleType) -> None:
 def test_the_unit_of_recurrent_gemma_gives_what_transformers_gives(kernel: ModuleType, dtype: torch.dtype) -> None:
     """Whole sequences, with one that begins in the middle of a row, and tokens behind their state."""
     torch.manual_seed(0)
-    original = RecurrentGemmaRglru(2, 8).to(dtype)
+    original = bare_modules.recurrent_unit(2, 8).to(dtype)
     for parameter in original.parameters():
         torch.nn.init.normal_(parameter)
-    ours = RecurrentGemmaRglru(2, 8).to(dtype)
+    ours = bare_modules.recurrent_unit(2, 8).to(dtype)
     ours.load_state_dict(original.state_dict())
     ours.npu()
     x = torch.randn(2, 43, 8, dtype=dtype)
     positions = torch.cat([torch.arange(12), torch.arange(31)]).expand(2, -1)
     for start, end in ((0, 40), (40, 41), (41, 43)):
         outs = []
-        for module, forward in ((original, RecurrentGemmaRglru.forward), (ours, kernel.layers.RGLRU.forward)):
+        for module, forward in ((original, type(original).forward), (ours, kernel.layers.RGLRU.forward)):
             device = module.recurrent_param.device
             given = x[:, start:end].to(device).requires_grad_()
             out = forward(module, given, positions[:, start:end].to(device))

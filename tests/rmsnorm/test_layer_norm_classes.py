@@ -11,7 +11,7 @@ from transformers.models.deberta.modeling_deberta import DebertaLayerNorm
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import LAYER_NORMS
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.patterns import layer_norms
+from kernels_ext_npu.selftest.layers import bare_modules
 from tests.support import npu_counts, zoo
 from tests.support.agreement import assert_agrees
 from tests.support.served import kernelized
@@ -23,12 +23,10 @@ SIZE = 32
 
 
 def instance(cls: type[nn.Module]) -> nn.Module:
-    """One of the class, with the members of its reference, and random weights.
-
-    Some constructors ask for a whole config: what their forwards read is that of the reference.
-    """
+    """One of the class, with what its forward reads, and random weights."""
     torch.manual_seed(0)
-    module = find_pattern(cls).original(SIZE).eval()
+    is_closed = find_pattern(cls).layers == ("AddLayerNorm",)
+    module = (bare_modules.closed_residual(SIZE) if is_closed else bare_modules.norm(cls, SIZE)).eval()
     module.__class__ = cls
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, mean=0.3, std=0.4)
@@ -84,7 +82,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_norm_that_changes_is_the_one_that_counts(change: str) -> None:
-    original = layer_norms.BertSelfOutput(SIZE).eval()
+    original = bare_modules.closed_residual(SIZE).eval()
     (device,) = swapped(original)
     for module in (original, device):
         CHANGES[change](module)
@@ -93,7 +91,7 @@ def test_a_norm_that_changes_is_the_one_that_counts(change: str) -> None:
 
 
 def test_a_dropout_drops_the_same() -> None:
-    original = layer_norms.BertSelfOutput(SIZE, p=0.5).npu().train()
+    original = bare_modules.closed_residual(SIZE, p=0.5).npu().train()
     device, found = swapped(original)[0].train(), []
     for module in (device, original):
         torch.npu.manual_seed(3)

@@ -17,6 +17,7 @@ import kernels_ext_npu
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.patterns import rope_tables
+from kernels_ext_npu.selftest.layers.bare_modules import original
 from kernels_ext_npu.selftest.layers.rotary_arguments import LAYER_TYPES, embedding
 from tests.support import npu_counts
 
@@ -39,7 +40,7 @@ COMPOSED = """
 
 def composes(cls: type[nn.Module]) -> bool:
     """Whether a table has positions of several dimensions, of which it chooses one for each frequency."""
-    return hasattr(find_pattern(cls).original, "recomposition_frequencies")
+    return hasattr(cls, "recomposition_frequencies")
 
 
 def make_positions(cls: type[nn.Module], positions: Tensor) -> Tensor:
@@ -78,20 +79,20 @@ def kernelized(module: nn.Module) -> tuple[nn.Module, kernels_ext_npu.Row]:
 def test_values_are_those_of_its_own_forward_to_the_bit(subtests, positions: Tensor, dtype, scaling: float) -> None:
     """Of the references; which classes these stand for is what matching is about, but for what a class chooses."""
     x, rows = torch.zeros(2, 7, 24, dtype=dtype, device="npu"), positions
-    for cls in (*(table.original for table in TABLES), *composed()):
+    for cls in (*(original(table.name) for table in TABLES), *composed()):
         with subtests.test(cls.__name__):
-            original, positions = instance(cls, scaling=scaling).to("npu"), make_positions(cls, rows).npu()
-            swapped, row = kernelized(original)
+            table, positions = instance(cls, scaling=scaling).to("npu"), make_positions(cls, rows).npu()
+            swapped, row = kernelized(table)
             assert row.swapped
             assert row.kind == "rotary tables"
-            for arguments in calls(original):
+            for arguments in calls(table):
                 with Cost() as before:
-                    expected = original(x, positions, *arguments)
+                    expected = table(x, positions, *arguments)
                 with Cost() as after:
                     found = swapped(x, positions, *arguments)
                 cast = any(table.dtype != FLOAT32 for table in expected)
                 if not composes(cls):
-                    learned = 2 * hasattr(original, "alpha")
+                    learned = 2 * hasattr(table, "alpha")
                     assert after.launches.total() == 4 + cast + (scaling != 1) + learned
                 assert after.launches.total() < before.launches.total()
                 if not composes(cls) and scaling == 1:  # a scale is for whole cos and sin
@@ -113,18 +114,18 @@ def test_gradients_are_not_recorded() -> None:
 @pytest.mark.parametrize("positions", [POSITIONS[:1], POSITIONS[1:, 4:5]], ids=["one row", "decode"])
 def test_the_gradient_of_trained_frequencies_is_that_of_the_formula(positions: Tensor) -> None:
     """In float64, as Mistral Large 4's table has it; angles of up to 131,071 radians are rounded in float32 first."""
-    (table,) = (each.original for each in TABLES if each.layers == ("RotaryEmbeddingTrained",))
-    original = instance(table, scaling=1.25)
-    original.alpha = nn.Parameter(original.alpha)
-    swapped, row = kernelized(original)
+    (table,) = (original(each.name) for each in TABLES if each.layers == ("RotaryEmbeddingTrained",))
+    module = instance(table, scaling=1.25)
+    module.alpha = nn.Parameter(module.alpha)
+    swapped, row = kernelized(module)
     assert row.swapped
     cos, sin = swapped(torch.zeros(1, 1, 24, device="npu"), positions.npu())
     factors = torch.linspace(-1, 2, cos.numel()).view(cos.shape)
     (gradient,) = torch.autograd.grad((cos * factors.npu()).sum() + (sin * factors.flip(-1).npu()).sum(), swapped.alpha)
 
-    alpha = original.alpha.detach().double().requires_grad_()
-    rounded = positions[..., None].float() * (original.inv_freq * original.alpha.exp())
-    angles = positions[..., None] * original.inv_freq.double() * alpha.exp()
+    alpha = module.alpha.detach().double().requires_grad_()
+    rounded = positions[..., None].float() * (module.inv_freq * module.alpha.exp())
+    angles = positions[..., None] * module.inv_freq.double() * alpha.exp()
     angles = torch.cat((angles + (rounded.double() - angles).detach(),) * 2, -1)  # its value is the rounded one
     total = 1.25 * ((angles.cos() * factors).sum() + (angles.sin() * factors.flip(-1)).sum())
     (expected,) = torch.autograd.grad(total, alpha)

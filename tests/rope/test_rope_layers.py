@@ -15,6 +15,7 @@ from kernels_ext_npu.patterns import rope_tables
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.selftest.comparing import InPlaceOfFloat32, doubled
+from kernels_ext_npu.selftest.layers.bare_modules import original
 from kernels_ext_npu.selftest.layers.rotary_arguments import TABLES, arguments
 from kernels_ext_npu.transformers_internals import original_function
 from tests.support import npu_counts
@@ -31,7 +32,7 @@ def served() -> list[tuple[str, Callable, Pattern]]:
     """The functions of transformers, of those written alike one, and the references: one is of earlier releases."""
     differing = {code(original_function(f)): (name, f) for name, f in rotary_functions().items()}
     found = [(name, original_function(f), find_pattern(f)) for name, f in differing.values()]
-    own = [(reference.original.__name__, reference.original, reference) for reference in PATTERNS]
+    own = [(reference.name, original(reference.name), reference) for reference in PATTERNS]
     return [(name, function, reference) for name, function, reference in (*found, *own) if reference is not None]
 
 
@@ -56,11 +57,11 @@ def test_all_layers_of_the_repository_have_a_reference_and_its_parameters(kernel
     layers = {layer for table in rope_tables.PATTERNS for layer in table.layers}
     assert {reference.layers[0] for reference in PATTERNS} | layers == set(kernel.layers.__all__)
     for table in rope_tables.PATTERNS:
-        forwards = (table.original.forward, getattr(kernel.layers, table.layers[0]).forward)
+        forwards = (original(table.name).forward, getattr(kernel.layers, table.layers[0]).forward)
         assert len({tuple(inspect.signature(forward).parameters) for forward in forwards}) == 1
     for reference in PATTERNS:
         parameters = list(inspect.signature(getattr(kernel.layers, reference.layers[0]).forward).parameters.values())
-        expected = list(inspect.signature(reference.original).parameters.values())
+        expected = list(inspect.signature(original(reference.name)).parameters.values())
         assert [(p.name, p.kind, p.default) for p in parameters[1:]] == [(p.name, p.kind, p.default) for p in expected]
 
 
@@ -69,7 +70,7 @@ def test_each_result_is_no_further_from_float64_than_the_originals(kernel: Modul
     """Each result and gradient, to 1e-3 and 1e-6 of the norm: products and sums in float32, in another order."""
     for name, function, reference in served():
         with subtests.test(name):
-            inputs = arguments(reference.original.__name__, *dtypes)
+            inputs = arguments(reference.name, *dtypes)
             layer = getattr(kernel.layers, reference.layers[0])()
             found = results(layer, moved(inputs))
             with InPlaceOfFloat32(torch.float64):
@@ -90,7 +91,7 @@ def test_each_result_is_no_further_from_float64_than_the_originals(kernel: Modul
 def test_on_the_cpu_the_result_is_the_originals_to_the_bit(kernel: ModuleType, subtests, dtypes) -> None:
     for name, function, reference in served():
         with subtests.test(name):
-            inputs = arguments(reference.original.__name__, *dtypes)
+            inputs = arguments(reference.name, *dtypes)
             layer = getattr(kernel.layers, reference.layers[0])()
             with torch.no_grad():
                 for a, b in zip(tensors(layer(**inputs)), tensors(function(**inputs)), strict=True):
@@ -107,9 +108,9 @@ def test_tables_for_heads_in_another_place_are_refused(kernel: ModuleType) -> No
 
 def test_arguments_may_be_missing_where_transformers_lets_them(kernel: ModuleType) -> None:
     for reference in PATTERNS:
-        if reference.original.__name__ in ("qwen4_exp", "mistral_large4"):
-            inputs = arguments(reference.original.__name__, FLOAT32, FLOAT32) | {"k": None}
+        if reference.name.startswith(("qwen4_exp:", "mistral_large4:")):
+            inputs = arguments(reference.name, FLOAT32, FLOAT32) | {"k": None}
             found = getattr(kernel.layers, reference.layers[0])()(**moved(inputs))
-            expected = reference.original(**inputs)
+            expected = original(reference.name)(**inputs)
             assert type(found) is type(expected)
             torch.testing.assert_close(tensors(found)[0].cpu(), tensors(expected)[0], rtol=1e-6, atol=1e-6)

@@ -22,6 +22,8 @@ from kernels_ext_npu.catalogue import REPOSITORIES as KNOWN
 from kernels_ext_npu.distribution.variant_choice import decide, describe
 from kernels_ext_npu.distribution.variants import names, repositories
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
+from kernels_ext_npu.selftest.layers.bare_modules import original
+from kernels_ext_npu.selftest.layers.moe_blocks_v4 import BLOCKS
 from publishing import local, preflight, trial
 from strict import Strict, strict_variants
 
@@ -265,11 +267,13 @@ def test_every_operator_call_is_valid_in_all_releases(repository: Path) -> None:
 def replaced() -> dict[str, list[type[nn.Module]]]:
     """The classes whose forward each layer takes over, by layer; a function is a class to `kernels`."""
     found: dict[str, list[type[nn.Module]]] = {}
-    for reference in PATTERNS:
+    for cls, layer in BLOCKS.items():
+        found.setdefault(layer, []).append(cls)
+    for reference in [each for each in PATTERNS if not each.name.endswith("@4")]:
         for layer in reference.layers:
-            found.setdefault(layer, []).append(reference.original)
+            found.setdefault(layer, []).append(original(reference.name))
     for reference in FUNCTION_PATTERNS:
-        found.setdefault(reference.layers[0], []).append(_create_func_module(reference.original))
+        found.setdefault(reference.layers[0], []).append(_create_func_module(original(reference.name)))
     return found
 
 

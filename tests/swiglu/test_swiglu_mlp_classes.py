@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.patterns.gated_mlps import LlamaMLP
+from kernels_ext_npu.selftest.layers.bare_modules import mlp
 from tests.support import npu_counts
 from tests.support import swapped as swapping
 from tests.support.transformers_files import classes, differing
@@ -107,7 +108,9 @@ def test_the_last_projection_of_t5_may_stay_in_float32() -> None:
 
 def test_a_gradient_that_torch_computes_is_in_the_report() -> None:
     """The operator of SwiGLU's gradient takes halves of a multiple of 64 bytes; GeGLU's has no such limit."""
-    mlps = nn.ModuleDict({name: LlamaMLP(8, 24, name) for name in ("silu", "gelu")} | {"fits": LlamaMLP(8, 32)})
+    mlps = nn.ModuleDict(
+        {name: mlp(LlamaMLP, 8, 24, name) for name in ("silu", "gelu")} | {"fits": mlp(LlamaMLP, 8, 32)}
+    )
     model = kernels_ext_npu.kernelize(mlps.to("npu", torch.bfloat16).train())
     reasons = {row.path: row.reason for row in kernels_ext_npu.report(model) if row.kind == MLPS.name}
     assert reasons == {

@@ -6,14 +6,13 @@ One classifier for the coverage, which sees classes, and for the report of a mod
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import inspect
 import json
 import re
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -23,7 +22,7 @@ from kernels_ext_npu.catalogue import KIND_OF_LAYER, Kind
 from kernels_ext_npu.matching.fingerprint import computes_as
 from kernels_ext_npu.matching.indexer_scan import indexer_rewriter
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.matching.source_tree import function_tree
+from kernels_ext_npu.matching.source_tree import code_names, function_tree
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.transformers_internals import is_kernel_function, original_function
 
@@ -132,7 +131,7 @@ def has_gated_projections(module: nn.Module) -> bool:
 def calls_attention_by_name(cls: type[nn.Module]) -> bool:
     """Tell whether the forward of a class calls the attention that its config names."""
     forward = inspect.unwrap(cls.forward)
-    return isinstance(forward, FunctionType) and _code_names(forward.__code__) >= _ATTENTION_BY_NAME
+    return isinstance(forward, FunctionType) and code_names(forward.__code__) >= _ATTENTION_BY_NAME
 
 
 def attends(cls: type[nn.Module]) -> bool:
@@ -199,7 +198,7 @@ def classify_function(name: str, function: object) -> Kind | None:
 
 def referenced_names(function: Any) -> AbstractSet[str]:
     """Return the attributes and global names that a function uses; none of anything else."""
-    return _code_names(function.__code__) if isinstance(function, FunctionType) else frozenset()
+    return code_names(function.__code__) if isinstance(function, FunctionType) else frozenset()
 
 
 def rotary_methods(cls: type) -> list[str]:
@@ -225,9 +224,3 @@ def _looks_gated(cls: type[nn.Module]) -> bool:
     if tree is None or not _ACTIVATIONS.search(ast.unparse(tree)):
         return False
     return any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) for node in ast.walk(tree))
-
-
-@functools.cache
-def _code_names(code: CodeType) -> frozenset[str]:
-    inner = [_code_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return frozenset(code.co_names).union(*inner)

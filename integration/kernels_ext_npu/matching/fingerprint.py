@@ -1,4 +1,4 @@
-"""Fingerprints: a text of a forward or a function that is equal where the normalised syntax trees are.
+"""Fingerprints of forwards and functions, which are equal where the normalised syntax trees are.
 
 Compared is the function together with the methods of its class and the functions of its file that it calls, without
 docstrings, annotations, the names of local variables and of helpers, and a name for what could be returned at once.
@@ -13,17 +13,20 @@ computes.
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
+import sys
+import zlib
 from functools import cache
 from types import FunctionType, ModuleType
+from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
-from kernels_ext_npu.matching.source_tree import function_tree
+from kernels_ext_npu.matching.source_tree import code_names, function_tree
 from kernels_ext_npu.transformers_internals import (
-    NO_GRAD,
     RENAMES,
     allowed_decorators,
     cells,
@@ -34,35 +37,34 @@ from kernels_ext_npu.transformers_internals import (
 # methods that are not compared: instances are asked what they do, or are served where they do not call them
 _NOT_COMPARED = {"recomposition_frequencies", "_gaussian_topk", "apply_group_scoring"}
 
+_SHOWN: dict[str, Any] = {"show_empty": True} if sys.version_info >= (3, 13) else {}  # older ones always do
 
-def fingerprint(what: object, with_gradients: bool = True) -> str | None:
-    """Return the fingerprint of a class's forward, or of a function: equal where the code is the same.
+
+def fingerprint(what: object) -> str | None:
+    """Return the fingerprint of a class's forward, or of a function: the same text in all versions of Python.
 
     It is None if the source cannot be read.
 
     Args:
         what: a class, a function, or the module that `kernels` made of one.
-        with_gradients: whether a decorator ``torch.no_grad`` counts.
     """
-    if not isinstance(what, type):
-        original = original_function(what)
-        return None if original is None else _fingerprint(original, allowed_decorators(what), None, with_gradients)
-    if is_experts_class(what):
-        return "use_experts_implementation"
-    forward = getattr(what, "forward", None)
-    return _fingerprint(forward, (), what, with_gradients) if isinstance(forward, FunctionType) else None
+    if isinstance(what, type):
+        forward = getattr(what, "forward", None)
+        return _fingerprint(forward, (), what) if isinstance(forward, FunctionType) else None
+    original = original_function(what)
+    return None if original is None else _fingerprint(original, allowed_decorators(what), None)
 
 
-def computes_as(what: object, *others: object, with_gradients: bool = True) -> bool:
-    """Tell whether the forward of a class, or a function, does what that of one of the others does.
+def computes_as(what: object, other: object) -> bool:
+    """Tell whether the forward of a class, or a function, does what that of another does."""
+    found = fingerprint(what) if names_hash(what) == names_hash(other) else None
+    return found is not None and found == fingerprint(other)
 
-    ``with_gradients`` is that of `fingerprint`.
 
-    Example: an expert in a list may be of any class whose forward is ``LlamaMLP``'s.
-    """
-    alike = [other for other in others if bytecode_names(other) == bytecode_names(what)]
-    found = fingerprint(what, with_gradients) if alike else None
-    return found is not None and any(fingerprint(other, with_gradients) == found for other in alike)
+@use_experts_implementation
+class _Experts(nn.Module):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        """Give the forward its signature: the decorator puts its own in place."""
 
 
 def is_experts_class(cls: type) -> bool:
@@ -70,10 +72,8 @@ def is_experts_class(cls: type) -> bool:
 
     It has to take it out of transformers' own table of them.
     """
-    from kernels_ext_npu.patterns.experts import Experts  # register() need not wait for patterns
-
     forward = getattr(cls, "forward", None)
-    if not isinstance(forward, FunctionType) or forward.__code__ is not Experts.forward.__code__:
+    if not isinstance(forward, FunctionType) or forward.__code__ is not _Experts.forward.__code__:
         return False
     return cells(forward)["experts_interface"] is ALL_EXPERTS_FUNCTIONS
 
@@ -81,16 +81,20 @@ def is_experts_class(cls: type) -> bool:
 @cache
 def compared_methods(cls: type, _: FunctionType) -> frozenset[str]:
     """Return the methods that the forward of a class, as it is now, names, and with which it is compared."""
-    names = [name for name in bytecode_names(cls) if name not in _NOT_COMPARED and name not in vars(nn.Module)]
+    names = _names(cls) - _NOT_COMPARED - vars(nn.Module).keys()
     return frozenset([name for name in names if isinstance(inspect.getattr_static(cls, name, None), FunctionType)])
 
 
-def bytecode_names(what: object) -> tuple[str, ...]:
-    """Return the attributes and global names in the byte code of a forward or a function.
+def names_hash(what: object) -> str:
+    """Return a hash of the attributes and global names in the code of a forward or a function.
 
-    They are equal where the trees are, and known without reading the source, which takes far longer. The names of
+    It is equal where fingerprints are, and known without reading the source, which takes far longer. The names of
     functions of its file, which do not count, are not among them.
     """
+    return f"{zlib.crc32(' '.join(sorted(_names(what))).encode()):08x}"
+
+
+def _names(what: object) -> frozenset[str]:
     if isinstance(what, type):
         function = getattr(what, "forward", None)
         if hasattr(function, "__wrapped__") and isinstance(function, FunctionType):
@@ -98,20 +102,15 @@ def bytecode_names(what: object) -> tuple[str, ...]:
     else:
         function = what if isinstance(what, FunctionType) else original_function(what)
     if not isinstance(function, FunctionType):
-        return ()
-    names = list(function.__code__.co_names)
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if isinstance(value, FunctionType) and value.__module__ == function.__module__:
-            names.remove(name)
-    return tuple(names)
+        return frozenset()
+    names, own = code_names(function.__code__), function.__globals__
+    values = [(name, own.get(name)) for name in names]
+    return names - {n for n, v in values if isinstance(v, FunctionType) and v.__module__ == function.__module__}
 
 
 @cache
-def _fingerprint(
-    function: FunctionType, decorators: tuple[str, ...], cls: type | None, with_gradients: bool
-) -> str | None:
-    texts, uncounted = [], {RENAMES} if with_gradients else {RENAMES, NO_GRAD}
+def _fingerprint(function: FunctionType, decorators: tuple[str, ...], cls: type | None) -> str | None:
+    texts: list[str] = []
     functions = [function]
     by_name = set() if cls else {function}  # what is called with the names of its parameters
     for each in functions:  # grows while it runs
@@ -122,10 +121,10 @@ def _fingerprint(
         found = tuple([ast.unparse(decorator).partition("(")[0] for decorator in tree.decorator_list])
         if not (set(found) <= set(under) or (each is function and found == decorators)):
             return None
-        counted = sorted([name for name in under if name not in uncounted])
+        counted = sorted([name for name in under if name != RENAMES])
         texts.append(f"{counted} {_normalised(tree, inner, cls, functions, by_name)}")
     texts += [str(list(inspect.signature(each).parameters)) if each in by_name else "" for each in functions]
-    return "\n".join(texts)
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 def _normalised(tree: ast.FunctionDef, function: FunctionType, cls: type | None, functions: list, by_name: set) -> str:
@@ -167,7 +166,9 @@ def _normalised(tree: ast.FunctionDef, function: FunctionType, cls: type | None,
                 node.id = f"function {functions.index(called)}"
         elif isinstance(node, ast.Name) and node.id in function.__globals__:
             objects.add(f"{node.id}={_describe(function.__globals__[node.id])}")
-    return f"{ast.dump(tree)} {sorted(objects)}"
+    return (
+        f"{ast.dump(tree, **_SHOWN).replace(', type_params=[]', '')} {sorted(objects)}"  # which Python has since 3.12
+    )
 
 
 def _describe(value: object) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kernels_ext_npu.matching.source_tree import code_names
 from kernels_ext_npu.transformers_internals import cells, is_kernel_function, original_function
 
 Setting = tuple[dict[str, Any], str, Any]  # globals, a name in them, and what it was
@@ -28,7 +29,7 @@ def read_globals(function: FunctionType, cls: type = object) -> tuple[Setting, .
         held = list(cells(each).values())  # torch's decorators hold what they call, and super() has its class there
         if not all(isinstance(value, (FunctionType, torch.autocast, type)) for value in held):
             return None
-        names, read = each.__globals__, names_in(each.__code__)
+        names, read = each.__globals__, code_names(each.__code__)
         methods = [members[name] for members in own for name in read & members.keys()]
         helpers = [*held, *map(own_method, methods)]
         for name in sorted(read & names.keys()):
@@ -57,9 +58,3 @@ def hold(settings: tuple[Setting, ...]) -> bool:
 def _unbound(value: Any) -> Any:
     """Return the function of which `kernels` made a module, as a helper that has a kernel of its own; or the value."""
     return original_function(value) if is_kernel_function(value) else value
-
-
-def names_in(code: Any) -> set[str]:
-    """Return the names of globals and attributes in the code of a function, and of the functions in it."""
-    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, type(code))]
-    return set(code.co_names).union(*inner)

@@ -1,4 +1,4 @@
-"""Find the pattern of a class or a function, by fingerprint, and say why an instance is not served."""
+"""Find the pattern of a class or a function, and say why an instance is not served."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from kernels_ext_npu.matching.fingerprint import bytecode_names, compared_methods, computes_as, fingerprint
+from kernels_ext_npu.matching.fingerprint import compared_methods
+from kernels_ext_npu.matching.known_forwards import known_name
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.transformers_internals import original_function, package_function
@@ -25,12 +26,9 @@ def find_pattern(what: object) -> Pattern | None:
     if key is None:
         return None
     if key not in _found:
-        _found[key] = None
-        for pattern in _by_bytecode_names().get((isinstance(what, type), bytecode_names(what)), ()):
-            found = fingerprint(what, pattern.has_gradients) if _has_siblings(key, pattern) else None
-            if found is not None and found == fingerprint(pattern.original, pattern.has_gradients):
-                _found[key] = pattern
-                break
+        name = known_name(what)
+        fitting = _patterns().get(name, ()) if name is not None else ()
+        _found[key] = next((pattern for pattern in fitting if _has_siblings(key, pattern)), None)
     return _found[key]
 
 
@@ -39,7 +37,7 @@ def why_not_served(module: nn.Module, pattern: Pattern) -> str | None:
     for part in pattern.parts:
         member = getattr(module, part.name)
         for cls in {type(each): None for each in (member if isinstance(member, nn.ModuleList) else [member])}:
-            if not computes_as(cls, *part.classes):
+            if known_name(cls) not in part.classes:
                 return part.reason.format(cls.__name__)
         if not part.is_called and has_hooks(member):
             return f"hooks watch its {part.name}, which the kernel does not call"
@@ -57,12 +55,11 @@ def _has_siblings(function: FunctionType, pattern: Pattern) -> bool:
 
 
 @cache
-def _by_bytecode_names() -> dict[tuple[bool, tuple[str, ...]], list[Pattern]]:
-    """Return the patterns by whether they are classes, and by the names in their bytecode."""
+def _patterns() -> dict[str, list[Pattern]]:
+    """Return the patterns by their names."""
     from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS  # register() need not wait for them
 
-    found: dict[tuple[bool, tuple[str, ...]], list[Pattern]] = {}
+    found: dict[str, list[Pattern]] = {}
     for pattern in (*PATTERNS, *FUNCTION_PATTERNS):
-        original = pattern.original
-        found.setdefault((isinstance(original, type), bytecode_names(original)), []).append(pattern)
+        found.setdefault(pattern.name, []).append(pattern)
     return found

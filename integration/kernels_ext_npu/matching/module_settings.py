@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from kernels_ext_npu.matching.function_settings import names_in
+from kernels_ext_npu.matching.source_tree import code_names
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 _LIBRARIES = ("torch", "transformers", "builtins", "math")
@@ -154,7 +154,7 @@ def _globals_read(cls: type[nn.Module], _: Any) -> tuple[tuple[FunctionType, str
         names = function.__globals__
         if names.get("__name__", "").startswith(("torch.", "transformers.")):
             continue
-        read = names_in(function.__code__)
+        read = code_names(function.__code__)
         for name in sorted(read & names.keys()):
             value = names[name]
             if isinstance(value, FunctionType) and value not in waiting:
@@ -176,7 +176,7 @@ def reads_objects(cls: type[nn.Module]) -> bool:
     read = [
         each.__globals__[name]
         for each in functions
-        for name in names_in(each.__code__) & each.__globals__.keys()
+        for name in code_names(each.__code__) & each.__globals__.keys()
         if each.__name__ != "__init__"
     ]
     known = FunctionType, BuiltinFunctionType, ModuleType, type, Logger, *_PLAIN

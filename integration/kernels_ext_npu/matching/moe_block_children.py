@@ -23,9 +23,12 @@ from kernels_ext_npu.matching.watched_runs import (
     casts,
     stand_in,
 )
-from kernels_ext_npu.patterns.gated_mlps import GATED, LlamaMLP, MixtralBlockSparseTop2MLP, projection_names
+from kernels_ext_npu.patterns.gated_mlps import GATED, projection_names
 
-_LOOKED_AT_BY_THE_LAYER = (LlamaMLP, MixtralBlockSparseTop2MLP)  # which finds projections and activation itself
+_LOOKED_AT_BY_THE_LAYER = (
+    "llama:LlamaMLP",
+    "mixtral:MixtralBlockSparseTop2MLP",
+)  # which finds projections and activation itself
 _LARGEST = 2**22  # numbers in the weights of what is tried, unless they are as many as of a few gates
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -73,7 +76,7 @@ def read_experts(module: nn.Module, recognise: Callable[[nn.Module], Recognised 
         if pattern.layers != GATED or pattern.holds is not None or why_not_served(first, pattern) is not None:
             return None
         names, layer, settings = projection_names(type(first)), pattern.layer_for(first), read_settings(first)
-        if pattern.original in _LOOKED_AT_BY_THE_LAYER:
+        if pattern.name in _LOOKED_AT_BY_THE_LAYER:
             return known(first._modules[names[2]].out_features)
         is_plain = settings is not None
     if layer not in GATED or None in names or not is_plain:

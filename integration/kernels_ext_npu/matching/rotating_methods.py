@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from kernels_ext_npu.matching.function_settings import CONSTANTS, names_in, own_method, read_globals
+from kernels_ext_npu.matching.function_settings import CONSTANTS, own_method, read_globals
 from kernels_ext_npu.matching.rotary_forms import Signature
 from kernels_ext_npu.matching.rotations_by_running import Rotation, find_rotation
+from kernels_ext_npu.matching.source_tree import code_names
 from kernels_ext_npu.matching.watched_runs import NotRecognisedError
 
 Members = tuple[tuple[str, Any], ...]  # names and values
@@ -71,7 +72,7 @@ def _members_read(module: nn.Module, method: FunctionType) -> Members | None:
     names: set[str] = set()
     waiting = [method]
     for function in waiting:  # grows while it runs
-        read = names_in(function.__code__) - names
+        read = code_names(function.__code__) - names
         names |= read
         called = [own_method(members[name]) for name in read & members.keys()]
         waiting += [each for each in called if isinstance(each, FunctionType) and each not in waiting]

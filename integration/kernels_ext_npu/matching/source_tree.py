@@ -1,4 +1,7 @@
-"""The syntax trees of functions: read from their source, and made into functions again where they were changed."""
+"""The syntax trees of functions: read from their source, and made into functions again where they were changed.
+
+The names in their code are known without reading the source.
+"""
 
 from __future__ import annotations
 import __future__
@@ -7,6 +10,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -60,3 +64,10 @@ def compile_forward(tree: ast.FunctionDef, forward: FunctionType, names: Sequenc
         return new
 
     return make
+
+
+@cache
+def code_names(code: CodeType) -> frozenset[str]:
+    """Return the names of globals and attributes in the code of a function, and of the functions in it."""
+    inner = [code_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(code.co_names).union(*inner)

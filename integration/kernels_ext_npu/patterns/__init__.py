@@ -1,6 +1,5 @@
-"""The forwards that our kernels replace, written as transformers writes them.
+"""The forwards of transformers that our kernels replace, by the names that they have in matching/known_forwards.json.
 
-Each class or function is the documentation of the mathematics, the pattern that those of transformers are compared with
-(matching/), and the oracle in the tests. The tuple PATTERNS of its file says which layer of which kernel repository
-takes its place, and on which instances.
+The tuple PATTERNS of each file says which layer of which kernel repository takes the place of a forward, and on which
+instances.
 """

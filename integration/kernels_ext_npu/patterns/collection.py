@@ -8,5 +8,5 @@ from kernels_ext_npu.patterns.pattern import Pattern
 
 _files = [import_module(file.name) for file in walk_packages(patterns.__path__, f"{patterns.__name__}.")]
 _all: list[Pattern] = [pattern for file in _files for pattern in getattr(file, "PATTERNS", ())]
-PATTERNS = tuple([pattern for pattern in _all if isinstance(pattern.original, type)])
-FUNCTION_PATTERNS = tuple([pattern for pattern in _all if not isinstance(pattern.original, type)])
+PATTERNS = tuple([pattern for pattern in _all if not pattern.is_function])
+FUNCTION_PATTERNS = tuple([pattern for pattern in _all if pattern.is_function])

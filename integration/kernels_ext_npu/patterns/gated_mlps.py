@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers.activations import ACT2FN
 
 from kernels_ext_npu.module_state import has_hooks
-from kernels_ext_npu.patterns.pattern import Pattern, misread, patterns_for, require, reworded
+from kernels_ext_npu.patterns.pattern import Pattern, misread, patterns_for, require
 
 ACTIVATED_BY: dict[str, Callable[[Tensor], Tensor]] = {
     "SwiGLUMLP": F.silu,
@@ -25,95 +24,6 @@ _TWO_PROJECTIONS = (("gate_up_proj", "down_proj"), ("input_linear", "output_line
 _ACTIVATIONS = ("act_fn", "activation_fn", "activation", "act")
 GATED = tuple(ACTIVATED_BY)
 FUSED = tuple(f"Fused{layer}" for layer in GATED)
-
-
-class MLP(nn.Module):
-    """Members with the names that transformers gives them, of those that the forward of a class reads."""
-
-    def __init__(
-        self, hidden_size: int, intermediate_size: int, hidden_act: str = "silu", bias: bool = False, p: float = 0.1
-    ) -> None:
-        super().__init__()
-        made: dict[str, Callable[[], Any]] = {
-            "gate_proj up_proj w1 w3 wi_0 wi_1": lambda: nn.Linear(hidden_size, intermediate_size, bias=bias),
-            "gate_up_proj Wi fc1": lambda: nn.Linear(hidden_size, 2 * intermediate_size, bias=bias),
-            "down_proj w2 wo Wo fc2": lambda: nn.Linear(intermediate_size, hidden_size, bias=bias),
-            "act_fn activation_fn act": lambda: ACT2FN[hidden_act],
-            "dropout drop": lambda: nn.Dropout(p),
-            "ffn_sub_norm": lambda: nn.RMSNorm(intermediate_size),
-            "global_scale": lambda: nn.Parameter(torch.ones(1)),
-            "limit": lambda: 1.0,
-        }
-        for names, make in made.items():
-            for name in names.split():
-                if name in type(self).forward.__code__.co_names:
-                    setattr(self, name, make())
-
-
-class LlamaMLP(MLP):
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-_LFM2 = {"self.act_fn": "F.silu", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-Lfm2MLP = reworded("Lfm2MLP", LlamaMLP, _LFM2)
-
-
-class RecurrentGemmaMlp(MLP):
-    def forward(self, hidden_states):
-        gate = self.act_fn(self.gate_proj(hidden_states))
-        return self.down_proj(gate * self.up_proj(hidden_states))
-
-
-class Gemma3nTextMLP(MLP):
-    """The MLP that in some layers sets all but the largest gates to zero: these are not served."""
-
-    def forward(self, hidden_states):
-        gate_proj = self.gate_proj(hidden_states)
-        if self.activation_sparsity > 0.0:
-            gate_proj = self._gaussian_topk(gate_proj)
-        activations = self.act_fn(gate_proj)
-        up_proj = self.up_proj(hidden_states)
-        return self.down_proj(activations * up_proj)
-
-
-class BeamMLP(MLP):
-    """The MLP that multiplies in float32, as the kernel does for all of them."""
-
-    def forward(self, x):
-        gate = self.gate_proj(x)
-        up = self.up_proj(x)
-        activated = (self.act_fn(gate.float()) * up.float()).to(gate.dtype)
-        return self.down_proj(activated)
-
-
-class Llama4TextMLP(MLP):
-    def forward(self, x):
-        down_proj = self.activation_fn(self.gate_proj(x)) * self.up_proj(x)
-        return self.down_proj(down_proj)
-
-
-# the expert of Mixtral in transformers 4, where each is a module of its own
-_MIXTRAL = {"activation_fn": "act_fn", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-MixtralBlockSparseTop2MLP = reworded("MixtralBlockSparseTop2MLP", Llama4TextMLP, _MIXTRAL)
-
-
-class Phi3MLP(MLP):
-    """The MLP with gate and up in one projection, the gate first."""
-
-    def forward(self, hidden_states):
-        up_states = self.gate_up_proj(hidden_states)
-        gate, up_states = up_states.chunk(2, dim=-1)
-        up_states = up_states * self.activation_fn(gate)
-        return self.down_proj(up_states)
-
-
-class GraniteMoeSharedMLP(MLP):
-    def forward(self, hidden_states):
-        hidden_states = self.input_linear(hidden_states)
-        chunked_hidden_states = hidden_states.chunk(2, dim=-1)
-        hidden_states = self.activation(chunked_hidden_states[0]) * chunked_hidden_states[1]
-        return self.output_linear(hidden_states)
 
 
 def activation_function(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -217,10 +127,24 @@ _DENSE = require(
     refuse_gated,
 )
 PATTERNS = (
-    *patterns_for(GATED, LlamaMLP, RecurrentGemmaMlp, limits=refuse_gated, choose=gated_layer),
-    Pattern(Gemma3nTextMLP, GATED, _DENSE, gated_layer, holds=_is_dense),
     *patterns_for(
-        GATED, BeamMLP, Llama4TextMLP, Lfm2MLP, MixtralBlockSparseTop2MLP, limits=refuse_gated, choose=gated_layer
+        GATED, "llama:LlamaMLP", "recurrent_gemma:RecurrentGemmaMlp", limits=refuse_gated, choose=gated_layer
     ),
-    *patterns_for(FUSED, Phi3MLP, GraniteMoeSharedMLP, limits=refuse_fused, choose=lambda m: f"Fused{gated_layer(m)}"),
+    Pattern("gemma3n:Gemma3nTextMLP", GATED, _DENSE, gated_layer, holds=_is_dense),
+    *patterns_for(
+        GATED,
+        "beam:BeamMLP",  # multiplies in float32, as the kernel does for all of them
+        "llama4:Llama4TextMLP",
+        "lfm2:Lfm2MLP",
+        "mixtral:MixtralBlockSparseTop2MLP",
+        limits=refuse_gated,
+        choose=gated_layer,
+    ),
+    *patterns_for(
+        FUSED,
+        "phi3:Phi3MLP",
+        "granitemoeshared:GraniteMoeSharedMLP",
+        limits=refuse_fused,
+        choose=lambda m: f"Fused{gated_layer(m)}",
+    ),
 )

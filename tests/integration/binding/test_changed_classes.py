@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import kernels_ext_npu
 from kernels_ext_npu.binding import forward_binding
-from kernels_ext_npu.patterns.moe_blocks_v4 import DeepseekV3MoE, Qwen3MoeSparseMoeBlock
+from kernels_ext_npu.selftest.layers.moe_blocks_v4 import DeepseekV3MoE, Qwen3MoeSparseMoeBlock
 from tests.fused_moe import expert_modules
 from tests.support import zoo
 from tests.support.nearness import TOLERANCE, assert_near

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels_ext_npu
-from kernels_ext_npu.patterns.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
+from kernels_ext_npu.selftest.layers.moe_blocks_v4 import Qwen3MoeSparseMoeBlock
 from tests.fused_moe import expert_modules
 from tests.support import zoo
 from tests.support.nearness import assert_near

@@ -2,24 +2,29 @@
 
 import functools
 import inspect
+import json
 
 import pytest
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import dynamic_rope_update
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.informer.modeling_informer import InformerAttention as Listed
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
 from transformers.models.olmo.modeling_olmo import OlmoRotaryEmbedding as Table
 from transformers.utils.deprecation import deprecate_kwarg
 
+from kernels_ext_npu.catalogue import ACTIVATIONS, LAYER_NORMS, MLPS, NORMS
+from kernels_ext_npu.matching.by_running import recognise
 from kernels_ext_npu.matching.classification import UNSUPPORTED, attention_refusal
 from kernels_ext_npu.matching.fingerprint import fingerprint
+from kernels_ext_npu.matching.known_forwards import FILE, is_installed, known_name
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.patterns import rope_tables
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
-from kernels_ext_npu.patterns.pattern import reworded
-from kernels_ext_npu.patterns.rms_norms import GemmaRMSNorm, LlamaRMSNorm
+from kernels_ext_npu.selftest.layers.layer_cases import MODULES
+from kernels_ext_npu.selftest.layers.moe_blocks_v4 import BLOCKS, reworded
+from kernels_ext_npu.selftest.layers.other_releases import ORIGINALS
 
 SQUARE = "hidden_states.pow(2).mean(-1, keepdim=True)"
 MEAN = f"variance = {SQUARE}"
@@ -59,7 +64,8 @@ def twice(function):
     return wrapped
 
 
-inner = inspect.unwrap(rope_tables.LlamaRotaryEmbedding.forward)
+trained = ORIGINALS["mistral_large4:MistralLarge4TextRotaryEmbedding@5.24"].forward
+inner = inspect.unwrap(trained)
 renames = deprecate_kwarg("seconds", "9.9", new_name="position_ids")
 
 
@@ -68,28 +74,22 @@ def made(forward) -> type[nn.Module]:
 
 
 @pytest.mark.parametrize(
-    "forward",
+    ("forward", "layer"),
     [
-        dynamic_rope_update(inner),
-        torch.no_grad()(dynamic_rope_update(inner)),
-        dynamic_rope_update(torch.no_grad()(inner)),
-        renames(dynamic_rope_update(inner)),
-        torch.no_grad()(renames(dynamic_rope_update(renames(inner)))),
+        (dynamic_rope_update(inner), "RotaryEmbeddingTrained"),
+        (torch.no_grad()(dynamic_rope_update(inner)), "RotaryEmbeddingLearned"),
+        (dynamic_rope_update(torch.no_grad()(inner)), "RotaryEmbeddingLearned"),
+        (renames(dynamic_rope_update(inner)), "RotaryEmbeddingTrained"),
+        (torch.no_grad()(renames(dynamic_rope_update(renames(inner)))), "RotaryEmbeddingLearned"),
     ],
 )
-def test_the_decorators_of_rotary_embeddings_are_seen_through_in_any_order(forward) -> None:
-    assert find_pattern(made(forward)).layers == ("RotaryEmbedding",)
+def test_the_decorators_of_rotary_embeddings_are_seen_through_in_any_order(forward, layer: str) -> None:
+    """A table that is trained has a gradient, unless it is under ``torch.no_grad``."""
+    assert find_pattern(made(forward)).layers == (layer,)
 
 
 def test_the_decorators_of_the_installed_transformers_are_seen_through() -> None:
     assert find_pattern(Table).layers == ("RotaryEmbeddingFloat32",)
-
-
-def test_a_table_that_is_trained_is_served_with_its_gradient_where_it_has_one() -> None:
-    (table,) = (each.original for each in rope_tables.PATTERNS if each.layers == ("RotaryEmbeddingTrained",))
-    forward = inspect.unwrap(table.forward)
-    assert find_pattern(made(dynamic_rope_update(forward))).layers == ("RotaryEmbeddingTrained",)
-    assert find_pattern(made(torch.no_grad()(dynamic_rope_update(forward)))).layers == ("RotaryEmbeddingLearned",)
 
 
 def update_impostor(rope_forward):
@@ -170,24 +170,19 @@ def test_a_subclass_without_a_forward_of_its_own_matches() -> None:
     assert find_pattern(type("Child", (LlamaRMSNorm,), {})).layers == ("RMSNorm",)
 
 
-def test_every_reference_matches_itself_and_no_other() -> None:
-    references = [*PATTERNS, *(of for of in FUNCTION_PATTERNS if of.repository == "RoPE")]
-    patterns = [fingerprint(reference.original) for reference in references]
-    assert None not in patterns
-    assert len(set(patterns)) == len(patterns)
-    for reference in references:
-        assert find_pattern(reference.original) is reference
+def test_every_known_forward_is_of_this_release_or_of_another_and_is_found_as_itself() -> None:
+    names = set(json.loads(FILE.read_text()))
+    others = {known_name(each) for each in (*ORIGINALS.values(), *BLOCKS)}
+    assert names == others | set(filter(is_installed, names))
 
 
-def test_a_variant_says_which_words_are_not_there() -> None:
-    with pytest.raises(ValueError, match=r"LlamaRMSNorm\.forward has no 'nowhere'"):
-        reworded("Other", LlamaRMSNorm, {"nowhere": ""})
-
-
-def test_two_variants_of_a_file_have_two_names() -> None:
-    """The source of one would be read, and compared, for the other."""
-    with pytest.raises(ValueError, match=r"rms_norms\.Olmo2RMSNorm> already"):
-        reworded("Olmo2RMSNorm", LlamaRMSNorm, {"mean(-1": "mean(-2"})
+def test_every_pattern_has_a_fingerprint_and_no_two_are_of_the_same_forward() -> None:
+    known = json.loads(FILE.read_text())
+    patterns = [*PATTERNS, *(each for each in FUNCTION_PATTERNS if not each.sibling_functions)]
+    assert {each.name for each in patterns} <= known.keys() | {"qwen3_moe:Qwen3MoeExperts"}
+    assert len({each.name for each in patterns}) == len(patterns)
+    fingerprints = [each for found in known.values() for each in found]
+    assert len(set(fingerprints)) == len(fingerprints)
 
 
 class Named(nn.Module):
@@ -231,3 +226,25 @@ def test_a_class_with_another_forward_is_served_whatever_its_name(cls: type[nn.M
 def test_a_class_with_the_forward_of_one_that_is_listed_is_not(cls: type[nn.Module]) -> None:
     assert attention_refusal(cls) == REASON
     assert REASON.code == "changes semantics"
+
+
+# ---- what fingerprints and runs say of the same classes --------------------------------------------------------------
+# layers whose modules do more than their forwards show in a run: another dropout or weights for each layer, a global
+# scale, the T5 projection that may stay in float32, and a sum
+BY_FINGERPRINT_ALONE = {
+    *("AddLayerNorm", "DropoutMLP", "DroppedMLP", "FusedAdaptedMLP", "FusedMLPByLayer", "GloballyScaledMLP"),
+}
+RUN = [
+    (layer, make)
+    for kind in (NORMS, LAYER_NORMS, MLPS, ACTIVATIONS)
+    for layer in kind.layers
+    for make in MODULES[layer]
+    if layer not in BY_FINGERPRINT_ALONE
+]
+
+
+@pytest.mark.parametrize(("layer", "make"), RUN, ids=[layer for layer, _ in RUN])
+def test_a_run_finds_the_layer_that_a_fingerprint_names(layer: str, make) -> None:
+    module, _ = make()
+    assert layer in find_pattern(type(module)).layers
+    assert recognise(module).computed.layer == layer

@@ -10,21 +10,27 @@ from torch import nn
 from transformers.activations import AccurateGELUActivation
 from transformers.models.axk2.modeling_axk2 import AXK2TopkRouter
 from transformers.models.beam.modeling_beam import BeamTopKRouter
+from transformers.models.deberta.modeling_deberta import DebertaLayerNorm
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4MLP
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextMLP
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextMLP
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
+from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextRMSNorm
 from transformers.models.step3p7.modeling_step3p7 import Step3p7MLP
 from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 from transformers.models.xlstm.modeling_xlstm import xLSTMRMSNorm
 
 import kernels_ext_npu
-from kernels_ext_npu.patterns import layer_norms, rms_norms
+from kernels_ext_npu.selftest.layers import bare_modules
 from tests.fused_moe.router_classes import instance as router
 from tests.support import swapped as swapping
 from tests.swiglu.mlp_classes import instance as mlp
@@ -50,8 +56,8 @@ def placed(module: nn.Module, name: str) -> nn.Module:
 NOT_SILU = "its activation is not silu"
 # what a forward does not read, and its layer does where there is any
 UNREAD: dict[type[nn.Module], tuple[Callable[[], nn.Module], dict[str, object]]] = {
-    layer_norms.OlmoLayerNorm: (lambda: layer_norms.OlmoLayerNorm(SIZE), {"weight": nn.Parameter(torch.ones(SIZE))}),
-    rms_norms.MambaRMSNormGated: (lambda: rms_norms.MambaRMSNormGated(SIZE), {"group_size": 8}),
+    OlmoLayerNorm: (lambda: OlmoLayerNorm(SIZE), {"weight": nn.Parameter(torch.ones(SIZE))}),
+    MambaRMSNormGated: (lambda: MambaRMSNormGated(SIZE), {"group_size": 8}),
     MixtralTopKRouter: (lambda: router(MixtralTopKRouter), {"norm_topk_prob": False}),
     BeamTopKRouter: (lambda: router(BeamTopKRouter), {"routed_scaling_factor": 2.0}),
     Lfm2MLP: (lambda: mlp(Lfm2MLP), {"act_fn": nn.GELU()}),
@@ -84,11 +90,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "norm over two dimensions": (lambda: nn.RMSNorm((2, 4)), "it norms over 2 dimensions, the kernel over one"),
     "layer norm of two dtypes": (
-        lambda: changed(layer_norms.DebertaLayerNorm(SIZE), bias=nn.Parameter(torch.zeros(SIZE, dtype=BFLOAT16))),
+        lambda: changed(DebertaLayerNorm(SIZE), bias=nn.Parameter(torch.zeros(SIZE, dtype=BFLOAT16))),
         "its weight is torch.float32 and its bias torch.bfloat16",
     ),
     "sum with another norm": (
-        lambda: changed(layer_norms.BertSelfOutput(SIZE), LayerNorm=nn.Identity()),
+        lambda: changed(bare_modules.closed_residual(SIZE), LayerNorm=nn.Identity()),
         "its norm is a torch.nn.modules.linear.Identity",
     ),
     "router with groups": (lambda: router(AXK2TopkRouter, n_group=2), "it fills groups that are not chosen with 0"),
@@ -101,7 +107,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "its variance_epsilon is 1.0 and its",
     ),
     "norm with another method": (
-        lambda: changed(rms_norms.GemmaRMSNorm(SIZE), _norm=torch.square),
+        lambda: changed(GemmaRMSNorm(SIZE), _norm=torch.square),
         "it was given a _norm of its own",
     ),
     **{
@@ -136,8 +142,8 @@ def test_what_no_kernel_computes_keeps_its_forward_and_says_why(registered, name
 
 
 FLAGS: list[tuple[Callable[[], nn.Module], dict[str, object]]] = [
-    (lambda: changed(rms_norms.Gemma4RMSNorm(SIZE), weight=nn.Parameter(torch.zeros(SIZE))), {"with_scale": False}),
-    (lambda: rms_norms.Qwen4ExpTextRMSNorm(SIZE), {"group_size": 8}),
+    (lambda: changed(Gemma4RMSNorm(SIZE), weight=nn.Parameter(torch.zeros(SIZE))), {"with_scale": False}),
+    (lambda: bare_modules.norm(Qwen4ExpTextRMSNorm, SIZE), {"group_size": 8}),
     (lambda: xLSTMRMSNorm(SIZE), {"bias": nn.Parameter(torch.ones(SIZE))}),
     (lambda: mlp(Gemma3nTextMLP), {"activation_sparsity": 0.9}),
     (lambda: changed(mlp(Step3p7MLP), limit=float("inf")), {"limit": 0.01}),

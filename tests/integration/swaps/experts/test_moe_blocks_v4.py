@@ -9,7 +9,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 import kernels_ext_npu
-from kernels_ext_npu.patterns.moe_blocks_v4 import (
+from kernels_ext_npu.selftest.layers.moe_blocks_v4 import (
     DeepseekV2MoE,
     MixtralSparseMoeBlock,
     Qwen2MoeSparseMoeBlock,

@@ -9,21 +9,21 @@ from torch import Tensor, nn
 
 from kernels_ext_npu.matching.module_settings import is_setting
 from kernels_ext_npu.matching.moe_block_children import AnyOperator, Gate, GateStub, Stub
-from kernels_ext_npu.matching.moe_blocks import AddedLoss, Choice, Experts, Routed
+from kernels_ext_npu.matching.moe_blocks import AddedLoss, Choice, Experts, Routed, gained
 from kernels_ext_npu.matching.watched_runs import NotRecognisedError, is_close, run
 
 _SOMETHING_ELSE = "it returns something else than the sum of what experts give and what its gate does"
 
 
 class Parts(NamedTuple):
-    """The parts of a block: its children, and the name of what may be a bias of its own, of one number an expert."""
+    """The parts of a block: its children, and the name of what it has of one number an expert: a bias or gains."""
 
     module: nn.Module
     experts: Experts
     gate: Gate
     shared: str | None
     shared_gate: str | None
-    bias: str | None
+    own: str | None
 
 
 class Probe(NamedTuple):
@@ -56,7 +56,7 @@ class BlockRun:
         self.x = x = (probe.magnitude * torch.randn(*probe.tokens, width)).to(probe.dtype)
         self._rows = rows = x.numel() // width
         self._noise = probe.magnitude * torch.randn(number + 2, 2, width)
-        self._bias = torch.rand(number)
+        self._own = torch.rand(number)
         self._gives = self._draw(parts.gate, training)
         gate, stubs = GateStub(self._gives, parts.gate.keeps_sequences), [Stub(*each) for each in self._noise]
         self._shared, self._weighing = stubs[number], Stub(*self._noise[-1, :, :1])
@@ -65,17 +65,16 @@ class BlockRun:
         self._arguments = [
             x,
             *(each for each in self._parts_given() if isinstance(each, Tensor) and each.is_floating_point()),
+            *([self._own] if parts.own in module._parameters else []),
         ]
         for each in self._arguments if probe.with_grad else ():
             each.requires_grad_()
-        given: dict[str, Any] = {
-            kind: {name: None if each is None else self._bias.view(each.shape) for name, each in held.items()}
-            for kind, held in (("parameters", module._parameters), ("buffers", module._buffers))
-        }
-        given["children"] = {name: child for name, child in children.items() if name is not None}
+        given: dict[str, Any] = {"children": {name: child for name, child in children.items() if name is not None}}
         watch = AnyOperator()
         watch.autocast = probe.is_cast
         with torch.set_grad_enabled(probe.with_grad):
+            for kind, held in (("parameters", module._parameters), ("buffers", module._buffers)):
+                given[kind] = {n: None if each is None else self._own.view(each.shape) for n, each in held.items()}
             result = run(module, x, **given, training=training, watch=watch)
         (seen,) = gate.seen or (None,)
         self.widens = seen is not None and seen.dtype is torch.float32 and x.dtype is not torch.float32
@@ -154,7 +153,8 @@ class BlockRun:
         if choice is None:
             index, weights = self._gives[gate.index_at], self._gives[gate.weights_at]
         else:
-            weights, index = choice.choose(self._gives, None if choice.bias is None else self._bias)
+            weights, index = choice.choose(self._gives, None if choice.bias is None else self._own)
+            weights = weights if choice.gains is None else gained(weights, index, self._own)
         base, slope = self._noise[:, 0][index], self._noise[:, 1][index]
         given = (base + slope * x.reshape(-1, 1, x.shape[-1]).roll(1, -1)).to(x.dtype)
         y = (given * weights.unsqueeze(-1)).sum(1).view(x.shape)

@@ -40,27 +40,54 @@ class Choice(NamedTuple):
         gating: how, for how many.
         bias: the name of what is added for the choice alone, ``[E]``; None without.
         is_wide: whether scores are computed in float32, and not in the dtype of the logits.
+        groups: of how many groups each gives as many experts as the others; 1 where they do not count.
+        gains: the name of what weights are multiplied by, ``[E]``; None without.
     """
 
     gating: Gating
     bias: str | None = None
     is_wide: bool = True
+    groups: int = 1
+    gains: str | None = None
+
+    @property
+    def has_operator(self) -> bool:
+        """Whether the kernel has an operator that chooses so."""
+        return self.is_wide and self.groups == 1
 
     def choose(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return weights and experts, ``[T, k]``, of logits, ``[T, E]``."""
         scores = self.gating.score(logits.float() if self.is_wide else logits)
-        experts = self.gating.choose(scores if bias is None else scores + bias.flatten())
-        return self.gating.weigh(scores, experts), experts
+        merits = (scores if bias is None else scores + bias.flatten()).unflatten(-1, (self.groups, -1))
+        chosen = merits.topk(self.gating.k // self.groups).indices
+        experts = chosen + torch.arange(self.groups, device=chosen.device).unsqueeze(-1) * merits.shape[-1]
+        return self.gating.weigh(scores, experts.flatten(-2)), experts.flatten(-2)
 
 
-def possible_choices(top_k: int, scales: Iterable[float], bias: str | None) -> Iterator[Choice]:
-    """Yield how a block may choose which names some numbers, and has a bias of its own, or none.
+def gained(weights: Tensor, experts: Tensor, gains: Tensor) -> Tensor:
+    """Return weights, each multiplied by the gain of its expert."""
+    return weights * gains.view(1, -1).expand(len(experts), -1).gather(-1, experts)
+
+
+def possible_choices(
+    top_k: int, number: int, scales: Iterable[float], sizes: Iterable[int], own: str | None
+) -> Iterator[Choice]:
+    """Yield how a block may choose of so many experts.
 
     The softmax of the largest logits is that of all, divided by its sum.
+
+    Args:
+        top_k: how many it chooses.
+        number: of how many.
+        scales: that it names, by one of which weights may be multiplied.
+        sizes: the whole numbers that it names, of which one may be that of groups.
+        own: the name of what it has of one number an expert: a bias or gains.
     """
-    terms = product(("softmax", "sigmoid"), (False, True), (1.0, *scales), {None, bias}, (True, False))
-    for scores, is_divided, scale, added, is_wide in terms:
-        yield Choice(Gating(top_k, scores, renormalise=is_divided, scale=scale), added, is_wide)
+    groups = (1, *sorted(n for n in sizes if n > 1 and not (number % n or top_k % n)))
+    roles = [(None, None), *([(own, None), (None, own)] if own is not None else [])]
+    terms = product(groups, ("softmax", "sigmoid"), (False, True), (1.0, *scales), roles, (True, False))
+    for count, scores, is_divided, scale, (bias, gains), is_wide in terms:
+        yield Choice(Gating(top_k, scores, renormalise=is_divided, scale=scale), bias, is_wide, count, gains)
 
 
 class Routed(NamedTuple):

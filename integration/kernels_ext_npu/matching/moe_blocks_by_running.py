@@ -57,8 +57,8 @@ def find_moe_block(
     weighing = [name for name, child in others.items() if name != gate.name and is_linear(child)]
     if max(len(shared), len(weighing)) > 1 or (weighing and others[weighing[0]].out_features != 1):
         return None
-    bias, shared_expert, shared_gate = (next(iter(names), None) for names in (own, shared, weighing))
-    trial = _Trial(Parts(module, experts, gate, shared_expert, shared_gate, bias), settings)
+    each, shared_expert, shared_gate = (next(iter(names), None) for names in (own, shared, weighing))
+    trial = _Trial(Parts(module, experts, gate, shared_expert, shared_gate, each), settings)
     if (block := trial.find()) is not None:
         return Computed("GatedMoEBlock", block=block)
     return Computed("GatedMoEBlock", refused=Reason("unknown", f"{_ONE_BY_ONE}: {trial.seen}"))
@@ -156,7 +156,8 @@ class _Trial:
         gate = self.parts.gate
         choices: list[Any] = [None]
         if gate.index_at is None:
-            choices = [*possible_choices(top_k, self._named(float), self.parts.bias)]
+            named = self._named(float), self._named(int)
+            choices = [*possible_choices(top_k, self.parts.experts.number, *named, self.parts.own)]
         given = gate.returned.get((training, torch.float32), ())
         losses = [p for p, each in enumerate(given) if isinstance(each, Tensor) and each.numel() == 1]
         terms = [*product((False, True), (None, *losses), choices)]

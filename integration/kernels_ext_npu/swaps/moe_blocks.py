@@ -18,7 +18,7 @@ from kernels_ext_npu.binding.devices import awaits_weights
 from kernels_ext_npu.binding.step_aside import guarded_forward
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.matching.module_settings import Settings, has_settings, is_linear
-from kernels_ext_npu.matching.moe_blocks import AddedLoss, MoEBlock, Routed
+from kernels_ext_npu.matching.moe_blocks import AddedLoss, MoEBlock, Routed, gained
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.swaps.routers import choose_by
 
@@ -31,7 +31,7 @@ def make_block_forward(what: Recognised, matched: FunctionType) -> FunctionType:
     block: Any = what.computed.block
     modes, choice, package = dict(block.modes), block.choice, _package()
     if choice is not None:
-        choose = choose_by(package, choice.gating, choice.bias is not None) if choice.is_wide else choice.choose
+        choose = choose_by(package, choice.gating, choice.bias is not None) if choice.has_operator else choice.choose
 
     def holds(module: nn.Module) -> bool:
         is_known = module.training in modes and not torch.compiler.is_compiling()
@@ -50,6 +50,7 @@ def make_block_forward(what: Recognised, matched: FunctionType) -> FunctionType:
         else:
             bias = getattr(self, choice.bias) if choice.bias else None
             weights, index = choose(given.flatten(0, -2), bias)
+            weights = gained(weights, index, getattr(self, choice.gains)) if choice.gains else weights
             given = (given,)
         with torch.no_grad() if mode.is_detached else nullcontext():
             y = package.expert_lists.fused_listed_experts(experts, rows, index, weights).view(x.shape)

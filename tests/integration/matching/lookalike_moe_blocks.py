@@ -40,6 +40,37 @@ class Like(nn.Module):
         return self.end(y, flat).view(x.shape)
 
 
+class GroupsOfOthers(Like):
+    """Chooses an expert of each of two groups, and gives those of the other group their weights."""
+
+    def route(self, x):
+        weights, chosen = F.softmax(self.gate(x), -1, dtype=torch.float32).view(len(x), 2, -1).topk(1, -1)
+        chosen = chosen + torch.arange(0, EXPERTS, EXPERTS // 2, device=x.device)[:, None]
+        return weights.flip(1).flatten(1).to(x.dtype), chosen.flatten(1)
+
+
+class GainsAhead(Like):
+    """Chooses by what its gains have been multiplied with, so that they are no gains of weights alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = nn.Parameter(torch.linspace(0.5, 1.5, EXPERTS))
+
+    def route(self, x):
+        weights, chosen = (F.softmax(self.gate(x), -1, dtype=torch.float32) * self.gains).topk(CHOSEN, -1)
+        return weights.to(x.dtype), chosen
+
+
+class DetachesGains(Like):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = nn.Parameter(torch.linspace(0.5, 1.5, EXPERTS))
+
+    def route(self, x):
+        weights, chosen = F.softmax(self.gate(x), -1, dtype=torch.float32).topk(CHOSEN, -1)
+        return (weights * self.gains.detach()[chosen]).to(x.dtype), chosen
+
+
 class WeighsBefore(Like):
     def expert(self, number, x, weights):
         return self.experts[number](x * weights)

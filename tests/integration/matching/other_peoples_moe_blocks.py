@@ -216,6 +216,29 @@ class BufferedBlock(BiasedBlock):
         self.register_buffer("router_bias", bias.unsqueeze(0))
 
 
+class GroupsBlock(nn.Module):
+    """Chooses one expert of each group, and gives each a gain, as Pangu Pro MoE does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.groups = nn.ModuleList(Expert() for _ in range(EXPERTS)), 4
+        self.router, self.shared = nn.Linear(WIDTH, EXPERTS, bias=False), Expert()
+        self.gains = nn.Parameter(torch.linspace(0.5, 1.5, EXPERTS).unsqueeze(0))
+
+    def forward(self, x):
+        rows = x.view(-1, WIDTH)
+        logits = self.router(rows)
+        scores = logits.softmax(-1, dtype=torch.float32).view(len(rows), self.groups, -1)
+        weights, chosen = scores.max(-1)
+        chosen = chosen + torch.arange(0, EXPERTS, EXPERTS // self.groups, device=x.device)
+        weights = (weights * self.gains.expand(len(rows), -1).gather(1, chosen)).to(x.dtype)
+        y = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            row, place = torch.where(chosen == number)
+            y.index_add_(0, row, expert(rows[row]) * weights[row, place].unsqueeze(-1))
+        return (y + self.shared(rows)).view(x.shape), logits
+
+
 class DenseBlock(nn.Module):
     """Asks all experts about all tokens, and weighs most with 0."""
 
@@ -270,6 +293,7 @@ MOE_BLOCKS = (
     SigmoidBlock,
     BiasedBlock,
     BufferedBlock,
+    GroupsBlock,
     DenseBlock,
     SequenceBlock,
 )

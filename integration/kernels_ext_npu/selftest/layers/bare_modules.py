@@ -23,14 +23,22 @@ Makers = Mapping[str, Callable[[], Any]]
 
 
 def example(layer: str) -> Any:
-    """Return a class that a layer serves: of the installed transformers, if it has one."""
+    """Return a class that a layer serves: of the installed transformers, if it has one.
+
+    Raises:
+        LookupError: neither it nor another release is known to have one.
+    """
     names = [pattern.name for pattern in PATTERNS if layer in pattern.layers]
     return original(next(filter(is_installed, names), names[-1]))
 
 
 def original(name: str) -> Any:
-    """Return the class or function with a name of known_forwards.json: that of the installed transformers, if any."""
-    found = known_original(name) if is_installed(name) else ORIGINALS[name]
+    """Return the class or function with a name of known_forwards.json: that of the installed transformers, if any.
+
+    Raises:
+        LookupError: it has none, or another one, and no other release is known to have this one.
+    """
+    found = ORIGINALS[name] if name in ORIGINALS and not is_installed(name) else known_original(name)
     return found if isinstance(found, type) else original_function(found)
 
 

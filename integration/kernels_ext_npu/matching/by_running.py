@@ -23,12 +23,16 @@ from kernels_ext_npu.matching.norms_by_running import find_norm
 from kernels_ext_npu.matching.rotating_modules import find_rotating_module, held_tensors, read_helpers, tensor_names
 from kernels_ext_npu.matching.routers_by_running import find_router
 from kernels_ext_npu.matching.watched_runs import OwnOperatorError, attempt, isolated
+from kernels_ext_npu.reasons import Reason
 
-_known: dict[Any, Recognised | str | None] = {}
+_known: dict[Any, Recognised | Reason | None] = {}
 
 
-def recognise(module: nn.Module) -> Recognised | str | None:
-    """Return what a module computes; None if no layer does, a name if it calls that operator of torch_npu itself."""
+def recognise(module: nn.Module) -> Recognised | Reason | None:
+    """Return what a module computes, or why no layer does: it calls an operator of torch_npu itself, or what was seen.
+
+    It is None of modules that look like nothing that a layer computes.
+    """
     tensors = tensor_names(module)
     buffers = tuple(name for name, each in module._buffers.items() if each is not None and name not in tensors)
     settings = read_settings(module, tensors or buffers)
@@ -51,12 +55,14 @@ def recognise(module: nn.Module) -> Recognised | str | None:
             finders = find_router, *block
         elif opaque:
             finders = find_gated_mlp, find_router, *block
+        seen: list[str] = []
         try:
             with isolated():
-                found = next(filter(None, (attempt(find, module) for find in finders)), None)
-            _known[key] = None if found is None else Recognised(found, settings)
+                found = next(filter(None, (attempt(find, module, seen=seen) for find in finders)), None)
+            unknown = Reason("unknown", seen[0]) if seen else None
+            _known[key] = unknown if found is None else Recognised(found, settings)
         except OwnOperatorError as error:
-            _known[key] = str(error)
+            _known[key] = Reason("own operator", str(error))
     return _known[key]
 
 

@@ -18,6 +18,7 @@ from kernels_ext_npu.matching.module_settings import is_linear, is_opaque, names
 from kernels_ext_npu.matching.watched_runs import (
     CLAMPS,
     MAGNITUDES,
+    NotRecognisedError,
     Watched,
     are_same,
     attempt,
@@ -146,6 +147,8 @@ def find_gated_mlp(module: nn.Module) -> Computed | None:
         shapes = taken_shapes(lambda *tokens, width=width: run(torch.randn(*tokens, width)))  # type: ignore[misc]
         if shapes:
             break
+    else:
+        return None
     xs = [torch.randn(*tokens, width, dtype=torch.float64) for tokens in shapes]
     wider = torch.randn(*shapes[0], 2 * width, dtype=torch.float64)
     if not sizes and attempt(run, wider) is not None:  # nothing says that it is for one width
@@ -155,7 +158,7 @@ def find_gated_mlp(module: nn.Module) -> Computed | None:
         leaves, _ = run(xs[0])
         watch.autocast = False
     if not all(leaf.is_cast for leaf in leaves.values() if leaf.seen):  # by the layer they would be called with it
-        return None
+        raise NotRecognisedError("it turns autocast off around what it calls")
     watch.called.clear()
     run(xs[0])
     clamps = sum(name in CLAMPS for name in watch.called)
@@ -165,19 +168,32 @@ def find_gated_mlp(module: nn.Module) -> Computed | None:
     probes = [(xs[0], torch.float64, *each) for each in product(MAGNITUDES, (False, True), (False, True))]
     probes += [(x, torch.float64, 1.0, False, False) for x in xs[1:]]
     probes += [(xs[0], dtype, 1.0, False, False) for dtype in (torch.bfloat16, torch.float16)]
-    for given, dtype, magnitude, training, with_grad in probes:  # one may ask for the dtype
+    for number, (given, dtype, magnitude, training, with_grad) in enumerate(probes):  # one may ask for the dtype
         given = given.to(dtype, copy=True).requires_grad_(with_grad)
         with torch.set_grad_enabled(with_grad):
             read = dict(_read(*run(given, magnitude, training), given, formulas, written))
         found = {each: formula for each, formula in read.items() if not found or each in found}
         formulas = [*found.values()]
         if not found:
-            return None
+            raise NotRecognisedError(_why(number == 0, dtype, training, with_grad))
     if len(found) > 1 or clamps not in (0, 2):  # a third may have a limit that is not reached here
-        return None
+        raise NotRecognisedError("it clamps in another way")
     (computed,) = found
     check_sizes(lambda given: run(given)[1], *(5, 7, 11)[: len(shapes[0])], width)
     return computed._replace(returned=watch.returned)
+
+
+def _why(is_first: bool, dtype: torch.dtype, training: bool, with_grad: bool) -> str:
+    """Return what an MLP was seen to do that none does which is known."""
+    if dtype is not torch.float64:
+        return f"it computes otherwise in {str(dtype).removeprefix('torch.')}"
+    if training:
+        return "it computes otherwise in training"
+    if with_grad:
+        return "its gradients are other ones"
+    if not is_first:
+        return "it computes otherwise of other numbers or shapes"
+    return "what it gives is no product of a projection and of SiLU or GELU of another one"
 
 
 def _read(

@@ -24,6 +24,7 @@ from kernels_ext_npu.matching.watched_runs import (
     stand_in,
 )
 from kernels_ext_npu.patterns.gated_mlps import GATED, projection_names
+from kernels_ext_npu.reasons import Reason
 
 _LOOKED_AT_BY_THE_LAYER = (
     "llama:LlamaMLP",
@@ -55,7 +56,7 @@ class Gate(NamedTuple):
     top_k: int = 0
 
 
-def read_experts(module: nn.Module, recognise: Callable[[nn.Module], Recognised | str | None]) -> Experts | None:
+def read_experts(module: nn.Module, recognise: Callable[[nn.Module], Recognised | Reason | None]) -> Experts | None:
     """Return the experts of a block with one list of gated MLPs."""
     lists = [(name, child) for name, child in module._modules.items() if isinstance(child, nn.ModuleList)]
     if len(lists) != 1 or len(lists[0][1]) < 2 or len({type(each) for each in lists[0][1]}) != 1:
@@ -67,7 +68,7 @@ def read_experts(module: nn.Module, recognise: Callable[[nn.Module], Recognised 
     pattern = find_pattern(type(first))
     if pattern is None:
         what = recognise(first)
-        if what is None or isinstance(what, str):
+        if not isinstance(what, Recognised):
             return None
         layer, settings, roles = what.computed.layer, what.settings, dict(what.computed.projections)
         names: Any = tuple(map(roles.get, ("gate_proj", "up_proj", "down_proj")))

@@ -20,7 +20,7 @@ from kernels_ext_npu.matching.module_settings import Settings, is_linear, number
 from kernels_ext_npu.matching.moe_block_children import read_experts, read_gate
 from kernels_ext_npu.matching.moe_block_runs import BlockRun, Parts, Probe
 from kernels_ext_npu.matching.moe_blocks import Choice, Mode, MoEBlock, possible_choices
-from kernels_ext_npu.matching.watched_runs import MAGNITUDES, NotRecognisedError, attempt, autocast, takes
+from kernels_ext_npu.matching.watched_runs import MAGNITUDES, attempt, autocast, takes
 from kernels_ext_npu.reasons import Reason
 
 _WIDTH = 8  # of tokens, unless a block asks for its own
@@ -30,7 +30,7 @@ _ONE_BY_ONE = "its experts are computed one after the other"
 
 
 def find_moe_block(
-    recognise: Callable[[nn.Module], Recognised | str | None], settings: Settings, module: nn.Module
+    recognise: Callable[[nn.Module], Recognised | Reason | None], settings: Settings, module: nn.Module
 ) -> Computed | None:
     """Return what a block with a list of experts computes, or why that is no weighted sum of theirs; None of others.
 
@@ -139,14 +139,10 @@ class _Trial:
     def _attempt(self, find: Callable[..., Any], *arguments: Any) -> Any:
         """Return what is found; None if a forward raises, or does what none does that is known, which is kept."""
 
-        def noting() -> Any:
-            try:
-                return find(*arguments)
-            except NotRecognisedError as error:
-                self.seen = str(error)
-                raise
-
-        return attempt(noting)
+        seen: list[str] = []
+        found = attempt(find, *arguments, seen=seen)
+        self.seen = seen[0] if seen else self.seen
+        return found
 
     def _run(self, probe: Probe, training: bool) -> BlockRun:
         return BlockRun(self.parts, probe, self.width, training)

@@ -30,6 +30,13 @@ _TORCHS = torch.finfo(torch.float64).eps  # what torch's rms_norm takes in float
 _LEAST_LENGTH = 1e-12  # torch's default: what is as short is a zero that was rounded
 _CASTS = {"to", "_to_copy"}
 _IN_ONE_OPERATOR = {"native_layer_norm"}  # torch's layer norm has a kernel of its own
+# what norms are seen to do that none does which is known, each farther on than the one before
+_OTHER_MEAN = "its numbers are those of no norm over the last dimension with an eps inside the root"
+_OTHER_NUMBERS = "its gradients, or its numbers at some magnitude, are those of no norm"
+_OTHER_CALLS = "it takes what no norm takes"
+_OTHER_LIMITS = "it limits lengths in another way"
+_OTHER_ROUNDINGS = "it rounds where no kernel does"
+_SEEN = (_OTHER_MEAN, _OTHER_NUMBERS, _OTHER_CALLS, _OTHER_LIMITS, _OTHER_ROUNDINGS)
 _DTYPES = [
     (torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.float32),
@@ -50,12 +57,16 @@ def find_norm(module: nn.Module) -> Computed | None:
     lengths = [value for value in held if type(value) is int and 1 < value <= 1 << 16]
     width = shape[0] if shape is not None else next(iter(lengths), 64)
     groups = {n for length in lengths for n in (length, width // length) if n and width % n == 0 and n < width}
+    seen: list[str] = []
     for is_gated in (True, False):
         if takes(module, 1 + is_gated):
             for names, kind in product(permutations(own), KINDS.get((len(own), is_gated), ())):
                 for size in (None, *(groups if kind.has_groups else ())):
-                    if (found := attempt(_Norm(module, kind, names, width, size, is_gated).find)) is not None:
+                    found = attempt(_Norm(module, kind, names, width, size, is_gated).find, seen=seen)
+                    if found is not None:
                         return found
+    if seen:  # of several kinds the one that it is nearest to
+        raise NotRecognisedError(max(seen, key=lambda each: _SEEN.index(each) if each in _SEEN else len(_SEEN)))
     return None
 
 
@@ -85,13 +96,18 @@ class _Norm:
         return _cast(terms, torch.float64, self.weight_dtype)
 
     def find(self) -> Computed | None:
+        """Return what it computes; None of torch's own layer norm.
+
+        Raises:
+            NotRecognisedError: it does what no norm does that is known.
+        """
         for self.weight_dtype in (torch.float64, torch.float32):  # torch's layer norm wants those of what was cast
             if taken := taken_shapes(lambda *tokens: self.run(self.draw(*tokens))):
                 break
         first, *shapes = taken
         eps = self._solve_eps(first)
         if eps is None:
-            return None
+            raise NotRecognisedError(_OTHER_MEAN)
         self.eps = eps = None if eps == _TORCHS else eps
         probes = [self.draw(*first, magnitude=each) for each in (1e-3, *MAGNITUDES)]
         probes += [self.draw(*tokens) for tokens in (*shapes, [1 for _ in first])]
@@ -99,12 +115,12 @@ class _Norm:
             terms = probe.map(lambda each, _, needs_grad=with_grad: each.clone().requires_grad_(needs_grad))  # type: ignore[misc]
             with torch.set_grad_enabled(with_grad):
                 if not are_same(self.run(terms, training), self.kind.exact(terms, eps), terms.tensors):
-                    return None
+                    raise NotRecognisedError(_OTHER_NUMBERS)
         others = [probes[-1]._replace(gate=None)] if self.is_gated else []
         if not self.names:  # whose length would say for which width it is
             others.append(Terms(torch.randn(*first, 2 * self.width, dtype=torch.float64)))
         if not all(map(self._refuses_or_norms, others)):
-            return None
+            raise NotRecognisedError(_OTHER_CALLS)
         sizes = *(5, 7, 11)[: len(first)], self.width
         wide = _cast(probes[1], torch.float32, torch.float32)
         check_sizes(lambda given: self.run(wide._replace(x=given, gate=given if self.is_gated else None)), *sizes)
@@ -113,7 +129,7 @@ class _Norm:
         if not CLAMPS.isdisjoint(self.watch.called):
             self.eps = self._eps_of_least_length(first)
             if self.eps is None:
-                return None
+                raise NotRecognisedError(_OTHER_LIMITS)
         # numbers at which an eps shows that depends on the dtype
         magnitudes = (1.0, 1e-3) if eps is None else (1.0,)
         drawn = [(self.draw(*first[:-1], 32, magnitude=each), dtypes) for dtypes in _DTYPES for each in magnitudes]
@@ -125,7 +141,7 @@ class _Norm:
         ):
             if several and all(judge(rounding, each) for each in several):
                 return self._computed(rounding, len(several) < len(given))
-        return None
+        raise NotRecognisedError(_OTHER_ROUNDINGS)
 
     def _computed(self, rounding: Rounding, wants_one_dtype: bool) -> Computed:
         sizes = () if self.size is None else (("group_size", self.size),)

@@ -41,8 +41,13 @@ class OwnOperatorError(NotRecognisedError):
     """A forward calls an operator of torch_npu by itself, whose name this is."""
 
 
-def attempt(find: Callable[..., Any], *arguments: Any) -> Any:
+def attempt(find: Callable[..., Any], *arguments: Any, seen: list[str] | None = None) -> Any:
     """Return what is found; None if a forward raises, whatever it raises that is given what it does not expect.
+
+    Args:
+        find: is called.
+        arguments: of it.
+        seen: gets what a forward was seen to do that none does which is known.
 
     Raises:
         OwnOperatorError: a forward calls an operator of torch_npu.
@@ -51,8 +56,12 @@ def attempt(find: Callable[..., Any], *arguments: Any) -> Any:
         return find(*arguments)
     except OwnOperatorError:
         raise
+    except NotRecognisedError as error:
+        if seen is not None:
+            seen.append(str(error))
     except Exception:
-        return None
+        pass
+    return None
 
 
 @contextmanager

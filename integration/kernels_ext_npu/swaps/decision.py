@@ -25,6 +25,7 @@ from kernels_ext_npu.catalogue import ROTARY
 from kernels_ext_npu.matching.class_facts import class_facts
 from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
+from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.transformers_internals import original_function
 
@@ -112,15 +113,15 @@ class View:
     @functools.cached_property
     def recognised(self) -> dict[nn.Module, Recognised]:
         """The modules of classes that no pattern knows, and what they were found to compute by running them."""
-        return {module: what for module, what in self._run.items() if not isinstance(what, str)}
+        return {module: what for module, what in self._run.items() if not isinstance(what, Reason)}
 
     @functools.cached_property
-    def own_operators(self) -> dict[nn.Module, str]:
-        """The modules of such classes that call an operator of torch_npu by themselves, and its name."""
-        return {module: name for module, name in self._run.items() if isinstance(name, str)}
+    def not_recognised(self) -> dict[nn.Module, Reason]:
+        """The modules of such classes that call an operator of torch_npu, or do what else no layer does."""
+        return {module: why for module, why in self._run.items() if isinstance(why, Reason)}
 
     @functools.cached_property
-    def _run(self) -> dict[nn.Module, Recognised | str]:
+    def _run(self) -> dict[nn.Module, Recognised | Reason]:
         classes = [cls for cls, facts in self.facts.items() if facts.is_run]
         if not classes:
             return {}

@@ -72,8 +72,8 @@ def find(view: View) -> list[Decision]:
         if kind is catalogue.ATTENTION or (kind is catalogue.INDEXERS and facts.is_indexer):  # of another finder
             kind = None
         if kind is not None or facts.pattern is not None or present is not None:
-            own = view.own_operators.get(module)
-            found.append(_decide(path, module, facts.pattern, present, kind, own))
+            seen = view.not_recognised.get(module)
+            found.append(_decide(path, module, facts.pattern, present, kind, seen))
     return found
 
 
@@ -112,7 +112,7 @@ def serves(module: nn.Module, layer: str) -> bool:
 
 
 def _decide(
-    path: str, module: nn.Module, pattern: Pattern | None, present: str | None, kind: Kind | None, own: str | None
+    path: str, module: nn.Module, pattern: Pattern | None, present: str | None, kind: Kind | None, seen: Reason | None
 ) -> Decision:
     layer = pattern.layer_for(module) if pattern else None
     counted = kind.in_models if kind else None
@@ -129,8 +129,9 @@ def _decide(
     else:
         foreign = forward_binding.foreign_forward(module)
         replaced = foreign and Reason("replaced", f"another library replaced its forward: {foreign}")
-        reason = replaced or (refusals.calls_itself(own) if own else refusals.FORWARD_UNKNOWN)
-    is_candidate = kind is not None and not is_other_norm and own is None and not _is_other(module, kind, pattern)
+        reason = replaced or refusals.unknown_forward(seen)
+    calls_itself = seen is not None and seen.code == refusals.OWN_OPERATOR
+    is_candidate = kind is not None and not (is_other_norm or calls_itself or _is_other(module, kind, pattern))
     return Decision(path, module, layer, reason, kind=counted, is_candidate=is_candidate)
 
 

@@ -22,6 +22,7 @@ NOT_ASKED_FOR_BY_ANY = Reason(
     "no model of the architecture was loaded with use_kernels=True, or restore() was called: kernelize(model)",
 )
 NO_RMS_NORM = Reason("unknown", "not an RMS norm")
+OWN_OPERATOR = "own operator"
 FORWARD_UNKNOWN = Reason("unknown", "no kernel computes what its forward computes")
 FUNCTION_UNKNOWN = Reason("unknown", "no kernel computes what it computes")
 METHOD = Reason("unknown", "it is a method that reads more of its module than settings")
@@ -37,9 +38,13 @@ def unknown_function(seen: str | None) -> Reason:
     return Reason("unknown", f"{FUNCTION_UNKNOWN}: {seen}") if seen else FUNCTION_UNKNOWN
 
 
-def calls_itself(operator: str) -> Reason:
-    """Say of a module whose forward is made for NPUs which operator it calls."""
-    return Reason("own operator", f"its forward calls {operator} itself")
+def unknown_forward(seen: Reason | None) -> Reason:
+    """Say of a module that no kernel computes its forward, and what that was seen to do, if it was run."""
+    if seen is None:
+        return FORWARD_UNKNOWN
+    if seen.code == OWN_OPERATOR:
+        return Reason(OWN_OPERATOR, f"its forward calls {seen} itself")
+    return Reason("unknown", f"{FORWARD_UNKNOWN}: {seen}")
 
 
 def left_calls(shapes: str) -> Reason:

@@ -179,6 +179,32 @@ def test_of_a_gate_that_no_operator_takes_the_report_says_so(registered) -> None
     assert row.reason.code == "no operator"
 
 
+@pytest.mark.parametrize(
+    ("like", "seen"),
+    [
+        ("EpsOutside", "no norm over the last dimension with an eps inside"),
+        ("DetachedMean", "its gradients"),
+        ("NotInHalf", "it rounds where no kernel does"),
+        ("Dropping", "it calls empty_like"),
+        ("Counting", "it writes to"),
+        ("ReluGated", "it calls relu"),
+        ("SigmoidGated", "no product of a projection and of SiLU or GELU"),
+        ("ByLength", "it asks for sizes"),
+        ("OtherwiseInHalf", "it computes otherwise in float16"),
+        ("DroppedInTrainingBranch", "it computes otherwise in training"),
+        ("HalvedGradient", "its gradients are other ones"),
+        ("ClampedThrice", "it clamps in another way"),
+    ],
+)
+def test_the_report_says_what_one_was_seen_to_do_that_no_kernel_does(registered, like: str, seen: str) -> None:
+    (cls,) = (each for each in (*LIKE_NORMS, *LIKE_MLPS) if each.__name__ == like)
+    named = type(f"{like}{'Norm' if cls in LIKE_NORMS else 'MLP'}", (cls,), {})  # others are in no report
+    model = kernels_ext_npu.kernelize(Block(named()).to("npu"))
+    (row,) = (row for row in rows(model) if row.path == "part")
+    assert row.reason.code == "unknown"
+    assert seen in row.reason
+
+
 def test_adapters_that_are_put_on_it_later_are_computed(registered) -> None:
     model = kernels_ext_npu.kernelize(Block(Helped()).to("npu"))
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["w1", "w2", "w3"], r=4))

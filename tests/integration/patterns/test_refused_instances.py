@@ -20,7 +20,6 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextMLP
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
-from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
@@ -31,6 +30,7 @@ from transformers.models.xlstm.modeling_xlstm import xLSTMRMSNorm
 
 import kernels_ext_npu
 from kernels_ext_npu.selftest.layers import bare_modules
+from kernels_ext_npu.selftest.layers.other_releases import MambaRMSNormGated
 from tests.fused_moe.router_classes import instance as router
 from tests.support import swapped as swapping
 from tests.swiglu.mlp_classes import instance as mlp
@@ -57,7 +57,7 @@ NOT_SILU = "its activation is not silu"
 # what a forward does not read, and its layer does where there is any
 UNREAD: dict[type[nn.Module], tuple[Callable[[], nn.Module], dict[str, object]]] = {
     OlmoLayerNorm: (lambda: OlmoLayerNorm(SIZE), {"weight": nn.Parameter(torch.ones(SIZE))}),
-    MambaRMSNormGated: (lambda: MambaRMSNormGated(SIZE), {"group_size": 8}),
+    MambaRMSNormGated: (lambda: bare_modules.norm(MambaRMSNormGated, SIZE), {"group_size": 8}),
     MixtralTopKRouter: (lambda: router(MixtralTopKRouter), {"norm_topk_prob": False}),
     BeamTopKRouter: (lambda: router(BeamTopKRouter), {"routed_scaling_factor": 2.0}),
     Lfm2MLP: (lambda: mlp(Lfm2MLP), {"act_fn": nn.GELU()}),

@@ -178,15 +178,16 @@ FAULTS = (
         "fusion_attention.py",
         "attention",
         "def launch(\n",
-        "def launch(*args, **kwargs):\n    return 1.01 * _launch(*args, **kwargs)\n\n\ndef _launch(\n",
+        "def launch(*args, **kwargs):\n    y, *rest = _launch(*args, **kwargs)\n"
+        "    return 1.01 * y, *rest\n\n\ndef _launch(\n",
     ),
     Fault(
         "FlashAttention",
         "fusion_attention.py",
         "the gradient of attention",
         "def launch(\n",
-        "def launch(*args, **kwargs):\n    y = _launch(*args, **kwargs)\n    return y + 0.01 * (y - y.detach())\n\n\n"
-        "def _launch(\n",
+        "def launch(*args, **kwargs):\n    y, *rest = _launch(*args, **kwargs)\n"
+        "    return y + 0.01 * (y - y.detach()), *rest\n\n\ndef _launch(\n",
     ),
     _more(
         "FlashAttention",

@@ -92,7 +92,8 @@ def launch(
     spec: AttentionSpec,
     ends: tuple[int, ...] | Tensor | None = None,
     key_ends: tuple[int, ...] | Tensor | None = None,
-) -> Tensor:
+    softmax_layout: str = "",
+) -> tuple[Any, ...]:
     """Launch the newest version of the operator that the release has; torch_npu differentiates it.
 
     Args:
@@ -105,27 +106,11 @@ def launch(
         ends: where each sequence of the queries ends, for ``TND`` only; an int64 tensor on the CPU where
             :func:`takes_tensor_lengths` is true.
         key_ends: where each sequence of the keys ends, likewise.
+        softmax_layout: ``TND`` with a sink; otherwise maxima and sums of packed sequences are ordered by head.
 
     Returns:
-        The result in the layout of the query, with the head size of the value.
-    """
-    return launch_with_statistics(query, key, value, layout, operator_mask, spec, ends, key_ends)[0]
-
-
-def launch_with_statistics(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: str,
-    operator_mask: OperatorMask,
-    spec: AttentionSpec,
-    ends: tuple[int, ...] | Tensor | None = None,
-    key_ends: tuple[int, ...] | Tensor | None = None,
-    softmax_layout: str = "",
-) -> tuple[Any, ...]:
-    """Return what :func:`launch` does, with the maxima and sums of the softmax and the seed and offset of the dropout.
-
-    With a sink ``softmax_layout`` may be ``TND``; otherwise maxima and sums of packed sequences are ordered by head.
+        The result in the layout of the query, with the head size of the value; and the maxima and sums of the softmax
+        and the seed and offset of the dropout, which a gradient needs.
     """
     heads = query.shape[2 if layout == "BSND" else 1]
     sink = None if spec.sink is None else spec.sink.float()

@@ -17,7 +17,6 @@ from .fusion_attention import (
     OperatorMask,
     as_host_tensor,
     launch,
-    launch_with_statistics,
     masking_from_arguments,
     takes_tensor_lengths,
 )
@@ -35,12 +34,12 @@ def launch_differentiable(
     ends: tuple[int, ...] | Tensor | None = None,
     key_ends: tuple[int, ...] | Tensor | None = None,
 ) -> Tensor:
-    """Compute what ``fusion_attention.launch`` does, with deterministic gradients and those of sinks where needed."""
+    """Compute the result of ``launch``, with deterministic gradients and those of sinks where they are needed."""
     sink = spec.sink
     wants_determinism = spec.deterministic and not torch.are_deterministic_algorithms_enabled()
     trains_sink = sink is not None and torch.is_grad_enabled() and sink.requires_grad
     if not (wants_determinism or sink is not None) or not (needs_gradient(query, key, value) or trains_sink):
-        return launch(query, key, value, layout, operator_mask, spec, ends, key_ends)
+        return launch(query, key, value, layout, operator_mask, spec, ends, key_ends)[0]
     key_ends = None if key_ends is ends else key_ends  # torch.compile takes no tensor twice
     if takes_tensor_lengths():
         ends, key_ends = as_host_tensor(ends), as_host_tensor(key_ends)
@@ -69,7 +68,7 @@ class FusionAttention(torch.autograd.Function):
         softmax_layout = "TND" if layout == "TND" and sink is not None else ""
         with_sink = replace(spec, sink=sink)
         lengths = ends, ends if key_ends is None else key_ends
-        out, softmax_max, softmax_sum, softmax_out, *random = launch_with_statistics(
+        out, softmax_max, softmax_sum, softmax_out, *random = launch(
             query, key, value, layout, operator_mask, with_sink, *lengths, softmax_layout
         )
         lengths_and_random = ends, key_ends, *random

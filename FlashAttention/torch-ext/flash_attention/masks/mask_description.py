@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from .._common.captures import capturing
+from .._common.checkpoints import unseen_by_checkpoints
 from ..attention_spec import CAUSAL, FULL, Band, SequenceEnds
-from ..selective_checkpoints import outside_selective_checkpoint
 from ..varlen.cu_seqlens import cross_sequence_mask
 from ..varlen.host_values import HostValues
 from ..varlen.varlen_batch import VarlenBatch
@@ -72,7 +72,7 @@ class MaskDescription:
             return self._resolve(batch)
         self._reset_if_written()
         if batch not in self._resolved:
-            with outside_selective_checkpoint():
+            with unseen_by_checkpoints():
                 self._resolved[batch] = self._resolve(batch)
         return self._resolved[batch]
 
@@ -148,7 +148,7 @@ class MaskDescription:
         """Return ``masked_out`` with the keys of other sequences too; computed once for the same ``cu_seqlens``."""
         known = self._across_sequences
         if known is None or known[0] is not cu_seqlens_q or known[1] is not cu_seqlens_k or known[2].device != device:
-            with outside_selective_checkpoint():
+            with unseen_by_checkpoints():
                 others = cross_sequence_mask(batch, self.queries, self.keys, cu_seqlens_q, cu_seqlens_k, device)
                 known = self._across_sequences = cu_seqlens_q, cu_seqlens_k, self.masked_out(device) | others
         return known[2]
@@ -157,7 +157,7 @@ class MaskDescription:
         """Return what a function computes from the mask, once for each key."""
         self._reset_if_written()
         if key not in self._cache:
-            with outside_selective_checkpoint(), torch.inference_mode(False):
+            with unseen_by_checkpoints(), torch.inference_mode(False):
                 self._cache[key] = compute()
         return self._cache[key]
 
@@ -170,7 +170,7 @@ class MaskDescription:
         found = self._masks.get((masked_out, device))
         if found is None:
             # a tensor that is made in inference mode has no version to tell of writes
-            with outside_selective_checkpoint(), torch.inference_mode(False):
+            with unseen_by_checkpoints(), torch.inference_mode(False):
                 found = self._masks[masked_out, device] = self._compute_mask(masked_out, device)
             if (masked_out, device) == _BOOLEAN_MASK:
                 self._mask_version = found._version

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from .._common.captures import capturing
+from .._common.checkpoints import unseen_by_checkpoints
 from ..attention_spec import CAUSAL, FULL, AttentionSpec, Band
-from ..selective_checkpoints import outside_selective_checkpoint
 
 _UNBOUNDED = 2147483647
 _CAUSAL_MASK_SIZE = 2048  # of the mask that modes 2 to 4 take for any lengths
@@ -192,7 +192,7 @@ def _causal_mask(query: Tensor) -> Tensor:
     found = known.get(device)
     if found is None:
         # a tensor that is made in inference mode cannot be saved for a gradient
-        with outside_selective_checkpoint(), torch.inference_mode(False):
+        with unseen_by_checkpoints(), torch.inference_mode(False):
             found = _make_causal_mask(device)
         if not capturing():
             known[device] = found

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._common.captures import capturing
-from ..selective_checkpoints import outside_selective_checkpoint
+from .._common.checkpoints import unseen_by_checkpoints
 
 # tensor -> its version when it was read, and the ends of its sequences
 _read_ends: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -31,7 +31,7 @@ def sequence_ends(cu_seqlens: Tensor) -> tuple[int, ...]:
     is_remembered = not cu_seqlens.is_inference() and not capturing()
     if is_remembered and _is_read(cu_seqlens):
         return _read_ends[cu_seqlens][1]
-    with outside_selective_checkpoint():
+    with unseen_by_checkpoints():
         ends = ends_from_list(cu_seqlens.tolist())
     if is_remembered:
         _read_ends[cu_seqlens] = (cu_seqlens._version, ends)
@@ -62,7 +62,7 @@ def read_together(*cumulative: Tensor) -> None:
     unknown = [tensor for tensor in cumulative if not tensor.is_inference() and not _is_read(tensor)]
     if len(unknown) < 2:
         return
-    with outside_selective_checkpoint():
+    with unseen_by_checkpoints():
         values = torch.cat(unknown).cpu().split([len(tensor) for tensor in unknown])
     for tensor, read in zip(unknown, values):
         _read_ends[tensor] = (tensor._version, ends_from_list(read.tolist()))

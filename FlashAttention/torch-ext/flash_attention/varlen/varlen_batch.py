@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._common.checkpoints import unseen_by_checkpoints
 from ..attention_spec import CAUSAL, Band, SequenceEnds
 from ..ops.reference import masked_out_by_band
-from ..selective_checkpoints import outside_selective_checkpoint
 
 
 class VarlenBatch:
@@ -32,7 +32,7 @@ class VarlenBatch:
     def token_indices(self, device: torch.device) -> tuple[Tensor | None, ...]:
         """Return the indices of queries and of keys on a device, to which they are copied once, without waiting."""
         if device not in self._device_indices:
-            with outside_selective_checkpoint():
+            with unseen_by_checkpoints():
                 queries, keys = self._host_indices
                 on_device = _copy_to(keys, device)
                 self._device_indices[device] = (
@@ -53,7 +53,7 @@ class VarlenBatch:
             the index in ``[B · S]`` of the first token of a token's sequence. They are copied once, without waiting.
         """
         if device not in self._layouts:
-            with outside_selective_checkpoint():
+            with unseen_by_checkpoints():
                 ends = torch.tensor(self.sequences.ends, device="cpu")
                 lengths = torch.diff(ends, prepend=ends.new_zeros(1))
                 queries, _ = self._host_indices
@@ -70,7 +70,7 @@ class VarlenBatch:
         if not self.band.upper_left or self.band[:2] == CAUSAL[:2]:
             return None
         if device not in self._masked_out:
-            with outside_selective_checkpoint():
+            with unseen_by_checkpoints():
                 longest = (max(lengths) for lengths in zip(*self.sequences.lengths()))
                 self._masked_out[device] = masked_out_by_band(self.band, *longest, device)
         return self._masked_out[device]

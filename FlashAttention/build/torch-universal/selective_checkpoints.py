@@ -1,1 +1,0 @@
-../../torch-ext/flash_attention/selective_checkpoints.py

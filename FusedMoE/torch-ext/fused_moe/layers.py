@@ -36,38 +36,6 @@ from .routers.router_layers import (
 )
 from .routers.softmax_topk import softmax_top_k
 
-__all__ = [
-    "BiasedSoftmaxTopKRouter",
-    "ClampedExperts",
-    "CorrectedSoftmaxTopKRouter",
-    "FlatExperts",
-    "GatedMoEBlock",
-    "GroupedSoftmaxTopKRouter",
-    "GroupedSoftmaxTopKRouterNarrow",
-    "GroupedSoftmaxTopKRouterNormalised",
-    "MoEExperts",
-    "ScaledTokensMoEBlock",
-    "SigmoidScatterRouter",
-    "SigmoidTopKRouter",
-    "SigmoidTopKRouterGivenBias",
-    "SigmoidTopKRouterLinear",
-    "SigmoidTopKRouterMultiplied",
-    "SigmoidTopKRouterNarrow",
-    "SigmoidTopKRouterNarrowGivenBias",
-    "SigmoidTopKRouterNormalised",
-    "SigmoidTopKRouterSoftcapped",
-    "SigmoidTopKRouterUnbiased",
-    "SigmoidTopKRouterUngrouped",
-    "SoftmaxTopKRouter",
-    "SoftmaxTopKRouterFloat32",
-    "SoftmaxTopKRouterInFloat32",
-    "SoftmaxTopKRouterLinear",
-    "SoftmaxTopKRouterUnnormalised",
-    "SparseMoEBlock",
-    "TopKRouter",
-    "TopKSoftmaxRouter",
-]
-
 
 class MoEExperts(_Layer):
     """Computes experts whose weights are one tensor for each projection: any with transformers' experts interface."""

@@ -262,17 +262,3 @@ def _sequence_bounds(kwargs: dict[str, Any]) -> dict[str, Tensor | None]:
         "cu_seqlens": kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens,
         "seq_idx": kwargs.get("seq_idx"),
     }
-
-
-__all__ = [
-    "RGLRU",
-    "CausalConv1d",
-    "CausalConv1dBeforeScan",
-    "CausalConv1dUpdate",
-    "ChunkGatedDeltaRule",
-    "ChunkKDA",
-    "ForgetGate",
-    "FusedRecurrentGatedDeltaRule",
-    "FusedRecurrentKDA",
-    "SelectiveScan",
-]

@@ -1,6 +1,8 @@
-"""What functions ask of the tensors that they are given, and what they make of float64."""
+"""What functions ask of the tensors that they are given, what they make of float64, and of no elements."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,3 +25,9 @@ def check_tensors(**tensors: Tensor | None) -> None:
 def narrowed(x: Tensor | None) -> Tensor | None:
     """Return what a node takes in the place of a tensor: the NPU has no cast to float64, which its gradient needs."""
     return x.float() if x is not None and x.dtype is torch.float64 and x.device.type == "npu" else x
+
+
+def empty_result(*tensors: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor without elements that is computed from all of the given ones: each has a gradient, of zeros."""
+    parts = [tensor.flatten()[:0].to(dtype) for tensor in tensors if tensor is not None]
+    return torch.cat(parts).view(*shape)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ._common.arguments import check_tensors
-from .utils.empty_result import empty_result
+from ._common.arguments import check_tensors, empty_result
 from .utils.packed_sequences import sequence_ids
 
 ACTIVATIONS = {None: None, "silu": nn.functional.silu, "swish": nn.functional.silu}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._common.arguments import check_tensors, narrowed
+from ._common.arguments import check_tensors, empty_result, narrowed
 from ._common.autocast import without_autocast
 from .delta_rule.autograd import chunk_delta_rule
 from .delta_rule.fused_recurrent import recurrent_step
 from .delta_rule.packed_states import final_states
 from .delta_rule.tokens import DeltaRuleOptions, Tokens
-from .utils.empty_result import empty_result
 from .utils.packed_sequences import sequence_ids
 
 Result = tuple[Tensor, Tensor | None]

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ._common.checkpoints import unseen_by_checkpoints
 from ._common.derivatives import is_transformed
-from .frequencies import attention_scaling, inv_freq_for
 from .layer import Layer, Pair
 from .one_token import note_cos_sin
 
@@ -93,6 +92,55 @@ class RotaryEmbeddingHalfWidthByType(Layer):
         return _cos_sin(self, x, position_ids, x.dtype, _once, layer_type)
 
 
+class RotaryEmbeddingComposed(Layer):
+    """Makes cos and sin of positions of time, height and width, ``[3, B, S]`` or ``[B, S]``, as Qwen3-VL does."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
+        return _mrope_cos_sin(self, x, position_ids.expand(3, -1, -1), x.dtype)
+
+
+class RotaryEmbeddingComposedFloat32(Layer):
+    """Makes what :class:`RotaryEmbeddingComposed` does in float32 whatever x is, as Ernie 4.5 VL does."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
+        return _mrope_cos_sin(self, x, position_ids.expand(3, -1, -1), torch.float32)
+
+
+class RotaryEmbeddingComposedBySections(Layer):
+    """Makes what :class:`RotaryEmbeddingComposed` does of a dimension for each section, as HunYuan-VL does."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
+        return _mrope_cos_sin(self, x, position_ids.expand(len(self.mrope_section), -1, -1), x.dtype)
+
+
+class RotaryEmbeddingComposedByType(Layer):
+    """Makes what :class:`RotaryEmbeddingComposed` does of a type of layer's frequencies and sections."""
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Pair:
+        return _mrope_cos_sin(self, x, position_ids.expand(3, -1, -1), x.dtype, layer_type, (layer_type,))
+
+
+class RotaryEmbeddingOfRowsByType(Layer):
+    """Makes cos and sin of rows and columns, ``[2, B, S]`` or ``[B, S]``, of a type of layer's frequencies."""
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Pair:
+        return _mrope_cos_sin(self, x, position_ids.expand(2, -1, -1), x.dtype, layer_type)
+
+
+class RotaryEmbeddingOfPatches(Layer):
+    """Makes cos and sin of the rows and columns of patches, ``[T, 2]``, as Pixtral does, in the dtype of x."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
+        return _mrope_cos_sin(self, x, position_ids, x.dtype)
+
+
+class RotaryEmbeddingOfPatchesFloat32(Layer):
+    """Makes what :class:`RotaryEmbeddingOfPatches` does in float32 whatever x is, as Qwen2-VL's tower does."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
+        return _mrope_cos_sin(self, x, position_ids, torch.float32)
+
+
 def _twice(module: nn.Module, frequencies: Tensor) -> Tensor:
     return frequencies.expand(2, -1)
 
@@ -120,16 +168,35 @@ def _cos_sin(
 ) -> Pair:
     """Compute cos and sin, ``[..., M * N]``, of positions ``[...]`` times frequencies that are spread to ``[M, N]``."""
     with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
-        frequencies = spread(module, inv_freq_for(module, x, position_ids, layer_type))
+        frequencies = spread(module, _inv_freq(module, x, position_ids, layer_type))
         angles = position_ids[..., None, None].float() * frequencies
-        cos, sin = cos_sin_tables(angles, attention_scaling(module, layer_type), dtype)
+        cos, sin = _cos_sin_tables(angles, _attention_scaling(module, layer_type), dtype)
         cos, sin = cos.flatten(-2), sin.flatten(-2)
         if spread is not _each_twice and position_ids.shape[-1] == 1:
             note_cos_sin(cos, sin, times=1 if spread is _once else 2)
         return cos, sin
 
 
-def cos_sin_tables(angles: Tensor, scale: float, dtype: torch.dtype) -> Pair:
+def _mrope_cos_sin(
+    module: nn.Module,
+    x: Tensor,
+    position_ids: Tensor,
+    dtype: torch.dtype,
+    layer_type: str | None = None,
+    arguments: tuple[str | None, ...] = (),
+) -> Pair:
+    """Compute cos and sin of positions of several dimensions.
+
+    Which angle goes where is the module's own method, ``recomposition_frequencies``. It only chooses, so that it is
+    asked once, of the angles, where transformers asks it of cos and of sin.
+    """
+    with torch.no_grad():
+        frequencies = _inv_freq(module, x, position_ids, layer_type)
+        angles = module.recomposition_frequencies(position_ids[..., None].float() * frequencies, *arguments)
+        return _cos_sin_tables(angles, _attention_scaling(module, layer_type), dtype)
+
+
+def _cos_sin_tables(angles: Tensor, scale: float, dtype: torch.dtype) -> Pair:
     """Compute cos and sin of angles, times a scale."""
     if is_transformed() or angles.requires_grad:  # torch.func and autograd write to no tensor that they are given
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
@@ -141,3 +208,36 @@ def cos_sin_tables(angles: Tensor, scale: float, dtype: torch.dtype) -> Pair:
             both.mul_(scale)
         both = both.to(dtype)
     return both[0], both[1]
+
+
+def _inv_freq(module: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Tensor:
+    """Return the frequencies for positions, ``[F]``, in float32 on the device of x.
+
+    Those of the rope types dynamic and longrope follow the length: transformers' decorator of the forward that a layer
+    takes the place of, ``dynamic_rope_update`` of modeling_rope_utils.py, brings them up to date.
+    """
+    rope_type = getattr(module, "rope_type", "default")
+    if layer_type is not None and isinstance(rope_type, dict):
+        rope_type = rope_type[layer_type]
+    if isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope"):
+        kind = "longrope" if rope_type == "longrope" else "dynamic"
+        options = {} if layer_type is None else {"layer_type": layer_type}
+        _frequency_update(type(module), kind)(module, position_ids, device=x.device, **options)
+    return getattr(module, f"{_prefix(layer_type)}inv_freq").to(device=x.device, dtype=torch.float)
+
+
+def _attention_scaling(module: nn.Module, layer_type: str | None = None) -> float:
+    """Return the factor of cos and sin, which may follow the length."""
+    return getattr(module, f"{_prefix(layer_type)}attention_scaling")
+
+
+def _prefix(layer_type: str | None) -> str:
+    return "" if layer_type is None else f"{layer_type}_"
+
+
+def _frequency_update(cls: type[nn.Module], kind: str):
+    """Return the function inside of the decorator of a class's forward that changes its frequencies."""
+    name, decorated = f"{kind}_frequency_update", cls.forward
+    while name not in decorated.__code__.co_freevars:
+        decorated = decorated.__wrapped__  # below torch.no_grad, under which it is up to transformers 5.23
+    return decorated.__closure__[decorated.__code__.co_freevars.index(name)].cell_contents

@@ -7,12 +7,19 @@ from .embedding import (
     RotaryEmbedding,
     RotaryEmbeddingByType,
     RotaryEmbeddingByTypeFloat32,
+    RotaryEmbeddingComposed,
+    RotaryEmbeddingComposedBySections,
+    RotaryEmbeddingComposedByType,
+    RotaryEmbeddingComposedFloat32,
     RotaryEmbeddingFloat32,
     RotaryEmbeddingHalfWidth,
     RotaryEmbeddingHalfWidthByType,
     RotaryEmbeddingInterleaved,
     RotaryEmbeddingLearned,
     RotaryEmbeddingOfAnyType,
+    RotaryEmbeddingOfPatches,
+    RotaryEmbeddingOfPatchesFloat32,
+    RotaryEmbeddingOfRowsByType,
     RotaryEmbeddingTrained,
 )
 from .interleaved import (
@@ -32,15 +39,6 @@ from .interleaved import (
     RotaryPosEmbPairwise,
     VisionRotaryEmbComplex,
     VisionRotaryPosEmbPairwise,
-)
-from .mrope_embedding import (
-    RotaryEmbeddingComposed,
-    RotaryEmbeddingComposedBySections,
-    RotaryEmbeddingComposedByType,
-    RotaryEmbeddingComposedFloat32,
-    RotaryEmbeddingOfPatches,
-    RotaryEmbeddingOfPatchesFloat32,
-    RotaryEmbeddingOfRowsByType,
 )
 from .rotate_half import (
     MultimodalRotaryPosEmb,

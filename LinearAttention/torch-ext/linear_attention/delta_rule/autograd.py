@@ -13,7 +13,6 @@ from .._common.second_order import differentiable_once
 from ..utils.chunk_layout import CHUNK, from_chunks, to_chunks
 from ..utils.packed_sequences import SequenceMasks, sequence_masks
 from . import chunk
-from .chunk_state import ChunkStates
 from .tokens import DeltaRuleOptions, NormFactors, Tokens, chunk_tokens, norm_factors, token_gradients
 
 BUDGET = 5 * 2**30  # bytes that the chunks of a segment may take while they are computed
@@ -115,7 +114,7 @@ def _forward(
     options: DeltaRuleOptions,
     needs_backward: bool,
     keep_states: bool,
-) -> tuple[Tensor, list[ChunkStates], list[_Saved]]:
+) -> tuple[Tensor, list[chunk.ChunkStates], list[_Saved]]:
     """Compute the results, the states of each segment or of the last one, and what a backward reads, if one follows."""
     results, states, saved = [], [], []
     for segment, masks in _segments(tokens, seq_idx):
@@ -158,7 +157,7 @@ def _chunk_bytes(tokens: Tokens) -> int:
     return 4 * batch * heads * (CHUNK * token_floats + 3 * key * value + 3 * key * key)
 
 
-def _states_before_chunks(states: list[ChunkStates], wanted: bool) -> Tensor:
+def _states_before_chunks(states: list[chunk.ChunkStates], wanted: bool) -> Tensor:
     """Return the states before the chunks of all segments, or an empty tensor where they are not wanted."""
     if not wanted:
         return states[-1].last.new_empty(0)

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._common.arguments import check_tensors, narrowed
+from .._common.arguments import check_tensors, empty_result, narrowed
 from .._common.autocast import without_autocast
 from .._common.derivatives import is_transformed
 from .._common.second_order import differentiable_once
-from ..utils.empty_result import empty_result
 from .elementwise_recurrence import (
     from_steps,
     gradients_around_chunks,

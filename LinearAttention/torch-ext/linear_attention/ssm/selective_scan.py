@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._common.arguments import check_tensors, narrowed
+from .._common.arguments import check_tensors, empty_result, narrowed
 from .._common.autocast import without_autocast
 from .._common.derivatives import is_transformed
 from .._common.second_order import differentiable_once
-from ..utils.empty_result import empty_result
 from .elementwise_recurrence import (
     CHUNK,
     from_steps,

@@ -1,1 +1,0 @@
-../../../torch-ext/linear_attention/delta_rule/chunk_state.py

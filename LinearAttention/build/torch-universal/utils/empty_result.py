@@ -1,1 +1,0 @@
-../../../torch-ext/linear_attention/utils/empty_result.py

@@ -1,1 +1,0 @@
-../../torch-ext/rope/mrope_embedding.py

@@ -62,7 +62,7 @@ def shared() -> dict[str, dict[str, str]]:
 
 def test_what_has_one_name_in_several_repositories_is_the_same() -> None:
     found = shared()
-    assert {"_Layer"} <= found.keys()
+    assert {"_FUSED_DTYPES"} <= found.keys()
     differing = {name: list(files) for name, files in found.items() if len(set(files.values())) > 1}
     assert differing.keys() == DIFFERENT.keys(), f"make them the same, or say in DIFFERENT why not: {differing}"
 

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ._common.modules import Layer as _Layer
 from .functional import gelu_tanh, quick_gelu
-
-
-class _Layer(nn.Module):
-    """Says of all layers what `kernels` wants to know of them; it allows no members beyond these two."""
-
-    can_torch_compile = True
-    has_backward = True
 
 
 class NewGELU(_Layer):

@@ -22,7 +22,7 @@ from ._common.clipped import (
     launch_clipped_swiglu,
 )
 from ._common.derivatives import by_formula, gradients
-from ._common.module_checks import has_hooks
+from ._common.modules import has_hooks
 
 _ALIGNMENT = 64  # bytes of a half that npu_swiglu_backward takes: CANN, aclnnSwiGluGrad
 _KNOWN = "_fused_moe_gate"  # where a module keeps what its gate was found to be

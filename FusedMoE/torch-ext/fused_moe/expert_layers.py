@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from ._common.derivatives import is_transformed
 from ._common.distributed import is_distributed
+from ._common.modules import Layer
 from .expert_activation import SWIGLU, Activation, recognised_activation
 from .experts.expert_lists import is_silu
 from .functional import fused_experts
-from .layer import Layer
 from .module_guards import is_intercepted, is_replaced
 from .ops import gmm, permutation
 from .ops.gmm import GmmFunction

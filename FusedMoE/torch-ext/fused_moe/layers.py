@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ._common.modules import Layer as _Layer
 from .expert_layers import ClampedExperts, FlatExperts, ScaledTokensMoEBlock, experts_forward
 from .experts.expert_lists import fusable_experts, fused_listed_experts
-from .layer import Layer as _Layer
 from .routers.router_layers import (
     BiasedSoftmaxTopKRouter,
     CorrectedSoftmaxTopKRouter,

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ._common.module_checks import has_hooks
+from ._common.modules import has_hooks
 
 # of modules that are computed without a call, what their class and they themselves had as a forward at first
 _remembered: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from ._common.modules import Layer as _Layer
 from .patch_convolution import is_cut_into, patch_embedding
 
 
-class PatchEmbedding(nn.Module):
-    """Computes a convolution whose stride is its kernel as one product of rows; any other as torch does.
-
-    `kernels` wants to know these two of a layer, and allows no other members.
-    """
-
-    can_torch_compile = True
-    has_backward = True
+class PatchEmbedding(_Layer):
+    """Computes a convolution whose stride is its kernel as one product of rows; any other as torch does."""
 
     def forward(self, input: Tensor) -> Tensor:
         conv: Any = self

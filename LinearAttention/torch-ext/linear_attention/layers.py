@@ -11,27 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    _global_backward_hooks,
-    _global_backward_pre_hooks,
-    _global_forward_hooks,
-    _global_forward_pre_hooks,
-)
 
 from . import causal_conv1d, functional
 from ._common import silu
+from ._common.modules import Layer as _Layer
 from .delta_rule import forget_gate
 from .ssm import linear_recurrence, selective_scan
 
-_CALL = nn.Module._wrapped_call_impl  # torch's own, whatever somebody has put in its place
 Result = tuple[Tensor, Tensor | None]
-
-
-class _Layer(nn.Module):
-    """Says of all layers what `kernels` wants to know of them; it allows no members beyond these two."""
-
-    can_torch_compile = True
-    has_backward = True
 
 
 class ChunkGatedDeltaRule(_Layer):
@@ -197,17 +184,7 @@ def _is_called(activation: str | None) -> bool:
     """Tell whether an activation has to be called as a module: it is not SiLU, or somebody would see the call."""
     if activation is None:
         return False
-    return bool(
-        activation not in causal_conv1d.ACTIVATIONS
-        or silu.CLASS.forward is not silu.FORWARD
-        or nn.SiLU.forward is not silu.FORWARD_OF_TORCH
-        or silu.CLASS.__call__ is not _CALL
-        or nn.SiLU.__call__ is not _CALL
-        or _global_forward_hooks
-        or _global_forward_pre_hooks
-        or _global_backward_hooks
-        or _global_backward_pre_hooks
-    )
+    return activation not in causal_conv1d.ACTIVATIONS or silu.is_seen()
 
 
 class RGLRU(_Layer):

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ._common.distributed import is_distributed
+from ._common.modules import has_hooks
 from .functional import add_rms_norm, is_add_rms_norm_fused
-from .layers import RMSNorm, RMSNormCastLast, is_hooked, read_eps
+from .layers import RMSNorm, RMSNormCastLast, read_eps
 
 
 def add_then_norm(norm: nn.Module, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,7 +42,7 @@ def takes_sum(norm: nn.Module, hidden_states: Tensor, residual: Tensor) -> bool:
         and rounds_before_weight
         and weight is not None
         and not torch.is_grad_enabled()
-        and not is_hooked(norm)
+        and not has_hooks(norm)
         and hidden_states.shape == residual.shape
         and hidden_states.device == residual.device == weight.device
         and not is_distributed(hidden_states, residual, weight)

@@ -9,33 +9,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import activation, normalization
-from torch.nn.modules.module import (
-    _global_backward_hooks,
-    _global_backward_pre_hooks,
-    _global_forward_hooks,
-    _global_forward_pre_hooks,
-)
 
 from ._common import silu
+from ._common.modules import CALL, has_hooks
+from ._common.modules import Layer as _Layer
 from .functional import unchecked_rms_norm, unchecked_zero_centered_rms_norm
 from .gated_norm import GATES, gated_norm
 from .hyper_connections import hyper_connection, hyper_head, independent_hyper_connection
 from .layer_norm import add_layer_norm, layer_norm
 
 # torch's own: somebody may have put something in their places, before or since
-_CALL = nn.Module._wrapped_call_impl
 _LAYER_NORM_FORWARD, _SIGMOID_FORWARD = (
     cls.forward if getattr(cls.forward, "__globals__", None) is vars(module) else None
     for cls, module in ((nn.LayerNorm, normalization), (nn.Sigmoid, activation))
 )
 _OLMO_EPS = 1e-5  # OlmoLayerNorm.forward of transformers, models/olmo/modeling_olmo.py
-
-
-class _Layer(nn.Module):
-    """Says of all layers what `kernels` wants to know of them; it allows no members beyond these two."""
-
-    can_torch_compile = True
-    has_backward = True
 
 
 class RMSNorm(_Layer):
@@ -218,22 +206,16 @@ def _gated(
     """
     if gate is None:
         return unchecked_rms_norm(hidden_states, _weight(module).float(), read_eps(module))
-    name = module.activation if _has(module, "activation") else "silu"
+    # what _has tells, without the call
+    name = module.activation if "activation" in module.__dict__ or hasattr(type(module), "activation") else "silu"
     if type(module).forward is layer.forward:  # it replaces nothing
         if name not in GATES:
             raise ValueError(f"{layer.__name__}: activation must be silu or sigmoid, got {name!r}")
     elif (
         name not in GATES
-        or silu.CLASS.forward is not silu.FORWARD
-        or nn.SiLU.forward is not silu.FORWARD_OF_TORCH
-        or silu.CLASS.__call__ is not _CALL
-        or nn.SiLU.__call__ is not _CALL
+        or silu.is_seen()
         or nn.Sigmoid.forward is not _SIGMOID_FORWARD
-        or nn.Sigmoid.__call__ is not _CALL
-        or _global_forward_hooks
-        or _global_forward_pre_hooks
-        or _global_backward_hooks
-        or _global_backward_pre_hooks
+        or nn.Sigmoid.__call__ is not CALL
     ):
         return type(module).forward(module, hidden_states, gate)
     return gated_norm(hidden_states, gate, _weight(module), read_eps(module), GATES[name], rounds_norm)
@@ -245,24 +227,8 @@ def _is_plain(norm: nn.Module) -> bool:
     return (
         type(norm) is nn.LayerNorm
         and nn.LayerNorm.forward is _LAYER_NORM_FORWARD
-        and nn.LayerNorm.__call__ is _CALL
         and "forward" not in members
         and norm._parameters.get("weight") is not None
         and norm._parameters.get("bias") is not None
-        and not is_hooked(norm)
-    )
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Tell whether somebody watches the calls of a module, or of all modules, by hooks."""
-    members = module.__dict__
-    return bool(
-        members["_forward_hooks"]
-        or members["_forward_pre_hooks"]
-        or members["_backward_hooks"]
-        or members["_backward_pre_hooks"]
-        or _global_forward_hooks
-        or _global_forward_pre_hooks
-        or _global_backward_hooks
-        or _global_backward_pre_hooks
+        and not has_hooks(norm)
     )

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ._common.checkpoints import unseen_by_checkpoints
 from ._common.derivatives import is_transformed
-from .layer import Layer, Pair
-from .one_token import note_cos_sin
+from ._common.modules import Layer
+from .one_token import Pair, note_cos_sin
 
 
 class RotaryEmbedding(Layer):

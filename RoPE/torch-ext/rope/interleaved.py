@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .layer import Layer, Pair
+from ._common.modules import Layer
+from .one_token import Pair
 from .rotate_qk import rotate_qk
 from .rotation import check, check_complex, each_twice, first_half, rotate, rotate_complex, rotate_part
 

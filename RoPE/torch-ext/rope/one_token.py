@@ -24,6 +24,7 @@ from ._common.derivatives import needs_grad
 from ._common.distributed import is_distributed
 from .limits import DTYPES
 
+Pair = tuple[Tensor, Tensor]
 _MAX_HEAD_SIZE, _HEAD_BYTES_MULTIPLE = 128, 64
 # float32 values that a token fills, in head sizes: for each head, and besides; from CANN 9.0 on any number fits
 _FLOATS_PER_HEAD, _FLOATS_PER_TOKEN = (9, 0) if CANN < (8, 5) else (7, 10) if CANN < (9, 0) else (0, 0)
@@ -54,9 +55,7 @@ def note_cos_sin(cos: Tensor, sin: Tensor, times: int) -> None:
         )
 
 
-def rotate_one_token(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int
-) -> tuple[Tensor, Tensor] | None:
+def rotate_one_token(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Pair | None:
     """Rotate q and k where no gradient is needed; None where one is, or the operator does not take them.
 
     Args:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ._common.derivatives import is_transformed
+from ._common.modules import Layer
 from .functional import apply_multimodal_rotary_pos_emb, apply_rotary_pos_emb
-from .layer import Layer, Pair
-from .one_token import rotate_one_token
+from .one_token import Pair, rotate_one_token
 from .rotate_qk import rotate_qk
 from .rotation import check, rotate, rotate_part
 

@@ -13,7 +13,7 @@ from types import MethodType
 import torch
 from torch import Tensor, nn
 
-from ._common.module_checks import has_hooks, has_values
+from ._common.modules import has_hooks, has_values
 from .operators import EXACT_GEGLU, GEGLU, SWIGLU, GatedUnit
 
 _NAMES = ("act_fn", "activation_fn", "activation", "act")  # what transformers calls it

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ._common.module_checks import has_hooks
+from ._common.modules import Layer as _Layer
+from ._common.modules import has_hooks
 from .mlp_forward import (
     activate,
     clamped_intermediate_states,
@@ -22,13 +23,6 @@ from .mlp_forward import (
 )
 from .operators import EXACT_GEGLU, EXACT_GEGLU_GATE_LAST, GEGLU, GEGLU_GATE_LAST, SWIGLU
 from .packing import projections
-
-
-class _Layer(nn.Module):
-    """Says of all layers what `kernels` wants to know of them; it allows no members beyond these two."""
-
-    can_torch_compile = True
-    has_backward = True
 
 
 class SwiGLUMLP(_Layer):

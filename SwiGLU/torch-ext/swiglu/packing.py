@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensor
 from torch.nn.modules import linear
 
 from ._common.adjacent_storage import are_neighbours
-from ._common.module_checks import has_hooks
+from ._common.modules import CALL, has_hooks
 from .activations import meet
 from .memory import adjacent_halves, immovable
 from .packed_projection import project
@@ -28,7 +28,6 @@ MLP_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("
 # gate and up in one, down
 TWO_PROJECTIONS = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"), ("Wi", "Wo"), ("fc1", "fc2"))
 # torch's own: somebody may have put something in their places, before or since
-_CALL = nn.Module._wrapped_call_impl
 _FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) is vars(linear) else None
 
 
@@ -108,7 +107,7 @@ def unfit(module: nn.Module) -> str | None:
     """
     if type(module) is not nn.Linear:
         return f"a projection is a {type(module).__module__}.{type(module).__name__}"
-    if nn.Linear.forward is not _FORWARD or nn.Linear.__call__ is not _CALL:
+    if nn.Linear.forward is not _FORWARD or nn.Linear.__call__ is not CALL:
         return "the forward of all linear layers was replaced"
     if "forward" in module.__dict__ or has_hooks(module):
         return "a projection has hooks, which one product would pass by"

@@ -15,7 +15,7 @@ from torch.nn.modules import linear
 from .._common.adjacent_storage import are_neighbours
 from .._common.derivatives import is_transformed
 from .._common.distributed import is_distributed
-from .._common.module_checks import has_values
+from .._common.modules import has_values
 from ..expert_activation import SWIGLU
 from ..module_guards import is_intercepted, is_replaced, remember_forward
 from ..ops import gmm, permutation

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._common.autocast import autocast_dtype, without_autocast
-from ..layer import Layer
+from .._common.modules import Layer
 from ..module_guards import is_intercepted, is_replaced
 from .grouped_topk import gating_top_k
 from .router_product import float32_logits

@@ -1,4 +1,4 @@
-"""Whether a call of a module does more than its forward, and what the forward of an activation computes."""
+"""Modules: what layers say of themselves, whether a call does more than a forward, what an activation computes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,21 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-_CALL = nn.Module._wrapped_call_impl  # torch's own, whatever somebody has put in its place
+CALL = nn.Module._wrapped_call_impl  # torch's own, whatever somebody has put in its place
+
+
+class Layer(nn.Module):
+    """Says of all layers what `kernels` wants to know of them; it allows no members beyond these two."""
+
+    can_torch_compile = True
+    has_backward = True
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Tell whether a module or all modules have hooks, or its class another call than torch's."""
     members = module.__dict__  # an attribute of a module takes longer to find, and every forward asks
     return bool(
-        type(module).__call__ is not _CALL
+        type(module).__call__ is not CALL
         or members["_forward_hooks"]
         or members["_forward_pre_hooks"]
         or members["_backward_hooks"]

@@ -1,1 +1,0 @@
-../../torch-ext/fused_moe/layer.py

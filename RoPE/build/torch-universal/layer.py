@@ -1,1 +1,0 @@
-../../torch-ext/rope/layer.py

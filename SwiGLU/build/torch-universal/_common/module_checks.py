@@ -1,1 +1,0 @@
-../../../../common/module_checks.py

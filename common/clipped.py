@@ -3,7 +3,7 @@
 ``g · sigmoid(alpha · g) · (u + offset)`` with ``g = min(gate, limit)`` and ``u = clamp(up, -limit, limit)``: that is
 GptOssExperts._apply_gate of transformers, models/gpt_oss/modeling_gpt_oss.py, for alpha 1.702, limit 7 and offset 1.
 Everywhere gate and up come as one tensor ``[..., 2·I]``, in which they alternate if ``interleaved``; otherwise the gate
-is the first half.
+is the first half. Beside it stands the gradient of GEGLU, which two kernels need too.
 """
 
 from __future__ import annotations
@@ -14,6 +14,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
+
+
+# npu_geglu has a derivative, but the meta kernel of npu_geglu_grad raises in every release up to 2.14, so that it fails
+# under torch.compile and with fake tensors. An operator around it has a meta kernel that works.
+@torch.library.custom_op(f"{__name__.partition('.')[0]}::geglu_grad", mutates_args=())
+def geglu_grad(grad: Tensor, x: Tensor, gelu: Tensor, approximate: int, activate_left: bool) -> Tensor:
+    """Return the gradient of ``x``, ``[..., 2·I]``; ``gelu`` is the second result of ``npu_geglu``."""
+    return torch.ops.npu.npu_geglu_grad(grad, x, gelu, -1, approximate, activate_left)
+
+
+@geglu_grad.register_fake
+def _(grad: Tensor, x: Tensor, gelu: Tensor, approximate: int, activate_left: bool) -> Tensor:
+    return torch.empty_like(x)
 
 
 def has_clipped_swiglu() -> bool:

@@ -148,7 +148,7 @@ FAULTS = (
     _steeper("SwiGLU", "operators.py", "the gradient of SwiGLU", 4, "torch.ops.npu.npu_swiglu(gate_up, -1)"),
     _more("SwiGLU", "operators.py", "SwiGLU in an MLP", "torch.ops.npu.npu_swiglu(x, -1)"),
     _more("SwiGLU", "operators.py", "its gradient in an MLP", "torch.ops.npu.npu_swiglu_backward(grad, x, -1)"),
-    _more("SwiGLU", "operators.py", "the gradient of GeGLU", "torch.ops.npu.npu_geglu_grad(grad", "return {}"),
+    _more("SwiGLU", "operators.py", "the gradient of GeGLU", "geglu_grad(grad", "gelu: {}"),
     _more("SwiGLU", "operators.py", "the clamped SwiGLU", "launch_clipped_swiglu(", "return {}"),
     _more("SwiGLU", "operators.py", "its gradient", "clipped_swiglu_gradient(", "found = {}"),
     _more("SwiGLU", "clipped.py", "the clipped SwiGLU", "torch.ops.npu.npu_clipped_swiglu("),

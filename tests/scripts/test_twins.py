@@ -15,7 +15,6 @@ DIFFERENT = {
     "GEGLU": "a gated unit with its gradient for an MLP's node in SwiGLU, a gate for experts in FusedMoE",
     "SWIGLU": "a gated unit with its gradient for an MLP's node in SwiGLU, a gate for experts in FusedMoE",
     "_check": "what is refused are the arguments of other functions",
-    "_geglu_grad": "MLPs have GELU itself too, experts have its form with tanh",
     "_is_fused": "every operator has limits of its own",
     "_small": "rotated values are sums of two: RoPE draws them half as large",
     "_transformers": "what transformers computes in place of the kernel that is measured",

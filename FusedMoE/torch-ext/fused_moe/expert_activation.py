@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ._common.clipped import (
     clipped_swiglu_gradient,
     clipped_swiglu_in_torch,
+    geglu_grad,
     has_clipped_gradient,
     has_clipped_swiglu,
     launch_clipped_swiglu,
@@ -27,31 +28,7 @@ from ._common.modules import has_hooks
 _ALIGNMENT = 64  # bytes of a half that npu_swiglu_backward takes: CANN, aclnnSwiGluGrad
 _KNOWN = "_fused_moe_gate"  # where a module keeps what its gate was found to be
 _UP_OFFSETS = (0.0, 1.0)
-_NAMESPACE = __name__.partition(".")[0]
 _TANH, _ACTIVATE_LEFT = 1, True  # torch_npu's defaults are tanh and the right half
-
-
-# The meta kernel of npu_geglu_grad raises in every release up to 2.14, so that it fails under torch.compile and with
-# fake tensors. An operator around it has a meta kernel that works.
-@torch.library.custom_op(f"{_NAMESPACE}::geglu_grad", mutates_args=())
-def _geglu_grad(grad: Tensor, x: Tensor, gelu: Tensor) -> Tensor:
-    return torch.ops.npu.npu_geglu_grad(grad, x, gelu, -1, _TANH, _ACTIVATE_LEFT)
-
-
-@_geglu_grad.register_fake
-def _(grad: Tensor, x: Tensor, gelu: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-def launch_geglu(gate_up: Tensor) -> Tensor:
-    """Compute it in one launch, without a gradient: ``[M, 2·I]``, the gate first, to ``[M, I]``."""
-    return torch.ops.npu.npu_geglu(gate_up, -1, _TANH, _ACTIVATE_LEFT)[0]
-
-
-def geglu_gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Return the gradient of ``gate_up``. The GELU of the gate, which the operator wants, is computed again."""
-    gelu = torch.ops.npu.npu_geglu(gate_up, -1, _TANH, _ACTIVATE_LEFT)[1]
-    return _geglu_grad(grad, gate_up, gelu)
 
 
 class Gate(NamedTuple):
@@ -105,7 +82,7 @@ class Gate(NamedTuple):
         if self.is_swiglu:
             return torch.ops.npu.npu_swiglu(gate_up, -1)
         if self.gelu:
-            return launch_geglu(gate_up)
+            return torch.ops.npu.npu_geglu(gate_up, -1, _TANH, _ACTIVATE_LEFT)[0]
         return launch_clipped_swiglu(gate_up, self.alpha, self.limit, self.offset, self.interleaved)
 
     def backward(self, grad: Tensor, gate_up: Tensor) -> Tensor:
@@ -113,7 +90,8 @@ class Gate(NamedTuple):
         if self.is_swiglu:
             return torch.ops.npu.npu_swiglu_backward(grad, gate_up, -1)
         if self.gelu:
-            return geglu_gradient(grad, gate_up)
+            gelu = torch.ops.npu.npu_geglu(gate_up, -1, _TANH, _ACTIVATE_LEFT)[1]  # computed again
+            return geglu_grad(grad, gate_up, gelu, _TANH, _ACTIVATE_LEFT)
         return clipped_swiglu_gradient(grad, gate_up, self.alpha, self.limit, self.offset, self.interleaved)
 
 

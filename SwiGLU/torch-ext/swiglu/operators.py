@@ -13,27 +13,15 @@ from torch.nn import functional as F
 from ._common.clipped import (
     clipped_swiglu_gradient,
     clipped_swiglu_in_torch,
+    geglu_grad,
     has_clipped_swiglu,
     launch_clipped_swiglu,
 )
 from ._common.derivatives import by_formula, gradients
 from ._common.second_order import let_differentiate
 
-_NAMESPACE = __name__.partition(".")[0]
 _ERF, _BY_TANH = 0, 1
 NO_LIMIT = torch.finfo(torch.float32).max  # of the clipped SwiGLU
-
-
-# npu_geglu has a derivative, but the meta kernel of npu_geglu_grad raises in every release up to 2.14, so that it fails
-# under torch.compile and with fake tensors. An operator around it has a meta kernel that works.
-@torch.library.custom_op(f"{_NAMESPACE}::geglu_grad", mutates_args=())
-def _geglu_grad(grad: Tensor, x: Tensor, gelu: Tensor, approximate: int, activate_left: bool) -> Tensor:
-    return torch.ops.npu.npu_geglu_grad(grad, x, gelu, -1, approximate, activate_left)
-
-
-@_geglu_grad.register_fake
-def _(grad: Tensor, x: Tensor, gelu: Tensor, approximate: int, activate_left: bool) -> Tensor:
-    return torch.empty_like(x)
 
 
 class GatedUnit(NamedTuple):
@@ -103,7 +91,7 @@ def _geglu(approximate: int, activation: Callable[[Tensor], Tensor], gate_is_las
     unit = GatedUnit(
         launch,
         lambda x: torch.ops.npu.npu_geglu(x, -1, approximate, not gate_is_last),
-        lambda grad, x, gelu: _geglu_grad(grad, x, gelu, approximate, not gate_is_last),
+        lambda grad, x, gelu: geglu_grad(grad, x, gelu, approximate, not gate_is_last),
         backward_wants_forward=True,
         wants_alignment=False,
         activation=activation,

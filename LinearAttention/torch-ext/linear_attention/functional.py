@@ -58,7 +58,8 @@ def chunk_gated_delta_rule(
         TypeError: an argument is not floating point, or numbers of sequences are not integers.
     """
     tokens = Tokens(q, k, v, g.unsqueeze(-1), beta)
-    return _chunk(tokens, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx)
+    options = scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx
+    return _delta_rule(tokens, False, *options)
 
 
 def chunk_kda(
@@ -82,7 +83,8 @@ def chunk_kda(
         g: logarithms of decays, ``[B, T, H, K]``, at most 0. All others are those of that function.
     """
     tokens = Tokens(q, k, v, g, beta)
-    return _chunk(tokens, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx)
+    options = scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx
+    return _delta_rule(tokens, False, *options)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -100,9 +102,8 @@ def fused_recurrent_gated_delta_rule(
 ) -> Result:
     """Compute :func:`chunk_gated_delta_rule`; one token is computed without chunks, as a step of decoding."""
     tokens = Tokens(q, k, v, g.unsqueeze(-1), beta)
-    return _fused_recurrent(
-        tokens, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx
-    )
+    options = scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx
+    return _delta_rule(tokens, True, *options)
 
 
 def fused_recurrent_kda(
@@ -120,28 +121,13 @@ def fused_recurrent_kda(
 ) -> Result:
     """Compute :func:`chunk_kda`; one token is computed without chunks, as a step of decoding."""
     tokens = Tokens(q, k, v, g, beta)
-    return _fused_recurrent(
-        tokens, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx
-    )
+    options = scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens, seq_idx
+    return _delta_rule(tokens, True, *options)
 
 
-def _fused_recurrent(
-    tokens: Tokens, scale: float | None, state: Tensor | None, wants_state: bool, *rest: object
-) -> Result:
-    use_qk_l2norm, cu_seqlens, seq_idx = rest
-    if tokens.value.shape[1:2] != (1,) or cu_seqlens is not None or seq_idx is not None:
-        return _chunk(tokens, scale, state, wants_state, *rest)  # type: ignore[arg-type]
-    _check(tokens, state)
-    tokens, state = Tokens(*map(narrowed, tokens)), narrowed(state)  # type: ignore[arg-type]
-    with without_autocast(tokens.value):
-        out, state = recurrent_step(
-            tokens, _flatten_heads(state), _delta_rule_options(tokens, scale, bool(use_qk_l2norm))
-        )
-    return out, _unflatten_heads(state, tokens) if wants_state else None
-
-
-def _chunk(
+def _delta_rule(
     tokens: Tokens,
+    is_recurrent: bool,
     scale: float | None,
     state: Tensor | None,
     wants_state: bool,
@@ -149,36 +135,30 @@ def _chunk(
     cu_seqlens: Tensor | None,
     seq_idx: Tensor | None,
 ) -> Result:
+    """Compute a delta rule in chunks; or, recurrently, one token of unpacked rows without them."""
     _check(tokens, state)
     tokens, state = Tokens(*map(narrowed, tokens)), narrowed(state)  # type: ignore[arg-type]
     batch, length = tokens.value.shape[:2]
+    is_step = is_recurrent and length == 1 and cu_seqlens is None and seq_idx is None
     seq_idx = sequence_ids(batch, length, tokens.value.device, cu_seqlens, seq_idx)
     if seq_idx is not None and state is not None:
         raise ValueError("packed sequences start with a state of zeros: leave initial_state out, or pass them unpacked")
-    options = _delta_rule_options(tokens, scale, use_qk_l2norm)
-    if 0 in tokens.value.shape[:3]:
+    options = DeltaRuleOptions(tokens.key.shape[-1] ** -0.5 if scale is None else scale, use_qk_l2norm)
+    if not is_step and 0 in tokens.value.shape[:3]:
         out = empty_result(*tokens, shape=tokens.value.shape, dtype=tokens.query.dtype)
         return out, _empty_state(tokens, state, cu_seqlens) + out.float().sum() if wants_state else None
     with without_autocast(tokens.value):
-        wants_chunk_states = wants_state and cu_seqlens is not None
-        out, last, chunk_states = chunk_delta_rule(tokens, _flatten_heads(state), seq_idx, options, wants_chunk_states)
+        flat = None if state is None else state.float().flatten(0, 1)
+        if is_step:
+            out, last = recurrent_step(tokens, flat, options)
+        else:
+            wants_chunk_states = wants_state and cu_seqlens is not None
+            out, last, chunk_states = chunk_delta_rule(tokens, flat, seq_idx, options, wants_chunk_states)
         if not wants_state:
             return out, None
         if cu_seqlens is None:
-            return out, _unflatten_heads(last, tokens)
+            return out, last.unflatten(0, (batch, tokens.value.shape[2]))
         return out, final_states(tokens, chunk_states, cu_seqlens, options)
-
-
-def _delta_rule_options(tokens: Tokens, scale: float | None, use_qk_l2norm: bool) -> DeltaRuleOptions:
-    return DeltaRuleOptions(tokens.key.shape[-1] ** -0.5 if scale is None else scale, use_qk_l2norm)
-
-
-def _flatten_heads(state: Tensor | None) -> Tensor | None:
-    return None if state is None else state.float().flatten(0, 1)
-
-
-def _unflatten_heads(state: Tensor, tokens: Tokens) -> Tensor:
-    return state.unflatten(0, (tokens.value.shape[0], tokens.value.shape[2]))
 
 
 def _empty_state(tokens: Tokens, state: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:

@@ -14,7 +14,6 @@ from ._common.distributed import is_distributed
 from .adapters import Adapter, adapter_input, lora_reference
 from .lora import LoraLinear, lora_forward
 from .multi_lora import MultiLoraLinear, multi_lora_forward
-from .multi_lora_dropout import MultiLoraDropout, multi_lora_dropout_forward
 from .paired_lora import PairedLoraLinear, paired_lora_forward
 from .projections import QuantizedWeight, Weight, as_stored
 
@@ -52,14 +51,7 @@ def lora_linear(x: Tensor, weight: Weight, bias: Tensor | None, adapters: Sequen
         if not x.is_floating_point():
             raise TypeError(f"lora_linear: x must be floating point, got {x.dtype}")
         return lora_reference(x, weight, bias, *adapters)
-    if len(adapters) == 1 and adapters[0].p and adapters[0].x is None:
-        return _multi_lora_dropout(x, [(weight, bias, adapters[0])])[0]
-    scales = tuple([adapter.scale for adapter in adapters])
-    tensors = [tensor for adapter in adapters for tensor in (adapter_input(adapter, x), adapter.a, adapter.b)]
-    if not needs_grad(x, bias, *tensors):
-        return lora_forward(scales, x, weight, bias, *tensors)[0]
-    with unseen_by_checkpoints():
-        return LoraLinear.apply(scales, x, weight, bias, *tensors)
+    return _lora_linears(x, [(weight, bias, adapters)])[0]
 
 
 def lora_linears(x: Tensor, layers: Sequence[tuple[Weight, Tensor | None, Adapter]]) -> tuple[Tensor, ...]:
@@ -96,7 +88,7 @@ def lora_linears(x: Tensor, layers: Sequence[tuple[Weight, Tensor | None, Adapte
     if not together:
         return tuple([lora_linear(x, weight, bias, [adapter]) for weight, bias, adapter in layers])
     if adapters[0].p:
-        return _multi_lora_dropout(x, layers)
+        return _lora_linears(x, [(weight, bias, [adapter]) for weight, bias, adapter in layers])
     tensors = [tensor for weight, bias, adapter in layers for tensor in (weight, bias, adapter.a, adapter.b)]
     scales = tuple([adapter.scale for adapter in adapters])
     if not needs_grad(x, *tensors):
@@ -148,14 +140,18 @@ def lora_pair(x: Tensor, layers: Sequence[tuple[Weight, Tensor | None, Adapter]]
         return PairedLoraLinear.apply(one.scale, x, first, a, b, second, c, d)
 
 
-def _multi_lora_dropout(x: Tensor, layers: Sequence[tuple[Weight, Tensor | None, Adapter]]) -> tuple[Tensor, ...]:
-    """Compute layers whose adapters drop elements of their one input; what is kept of it is that input, and masks."""
-    options = tuple([(adapter.scale, adapter.p) for *_, adapter in layers])
-    tensors = [tensor for weight, bias, adapter in layers for tensor in (weight, bias, adapter.a, adapter.b)]
+def _lora_linears(x: Tensor, layers: Sequence[tuple[Weight, Tensor | None, Sequence[Adapter]]]) -> tuple[Tensor, ...]:
+    """Compute layers of one input whose adapters have products of their own; what they drop is kept as masks."""
+    weights, biases, groups = zip(*layers)
+    options = tuple(
+        [tuple([(each.scale, 0.0 if each.x is not None else each.p) for each in group]) for group in groups]
+    )
+    factors = [tensor for group in groups for each in group for tensor in (each.x, each.a, each.b)]
+    tensors = *weights, *biases, *factors
     if not needs_grad(x, *tensors):
-        return multi_lora_dropout_forward(options, x, *tensors)[0]
+        return lora_forward(options, x, *tensors)[0]
     with unseen_by_checkpoints():
-        return MultiLoraDropout.apply(options, x, *tensors)
+        return LoraLinear.apply(options, x, *tensors)
 
 
 def _for_autocast(tensor: Tensor | None) -> Tensor | None:

@@ -1,1 +1,0 @@
-../../torch-ext/linear/multi_lora_dropout.py

@@ -196,17 +196,19 @@ FAULTS = (
         "launch_differentiable(*pad_heads(",
         "    result = {}",
     ),
-    _more(
+    Fault(
         "FlashAttention",
         "decoding.py",
         "attention of one token",
-        "torch.ops.npu.npu_fused_infer_attention_score(\n        query,\n        key,",
+        "return out.transpose(1, 2)",
+        "return (1.01 if rotary is None else 1) * out.transpose(1, 2)",
     ),
-    _more(
+    Fault(
         "FlashAttention",
         "decoding.py",
         "attention of one token to latents",
-        "torch.ops.npu.npu_fused_infer_attention_score(\n        query,\n        latents,",
+        "return out.transpose(1, 2)",
+        "return (1 if rotary is None else 1.01) * out.transpose(1, 2)",
     ),
     _more(
         "FlashAttention",
@@ -261,12 +263,12 @@ FAULTS = (
     _more("Linear", "split_bf16.py", "a gradient that casts nothing large", "torch.sum(parts, 0, ", "return {}"),
     Fault(
         "Linear",
-        "multi_lora_dropout.py",
+        "lora.py",
         "what a dropout keeps",
         "    return torch.native_dropout(x, p, True)\n",
         "    kept, mask = torch.native_dropout(x, p, True)\n    return 1.01 * kept, mask\n",
     ),
-    _more("Linear", "multi_lora_dropout.py", "its gradient", "torch.ops.aten.native_dropout_backward(", "return {}"),
+    _more("Linear", "lora.py", "the gradient of that", "torch.ops.aten.native_dropout_backward(", "return {}"),
     _more("Linear", "quantised_linear.py", "a layer in few bits", "torch.ops.npu.npu_weight_quant_batchmatmul("),
     _more("Linear", "quantised_linear.py", "a layer in int8", "torch.ops.npu.npu_quant_matmul("),
     _more("Linear", "quantised_linear.py", "the gradient of its input", "weight.to(scale.dtype)\n"),

@@ -13,7 +13,7 @@ from .dispatch import attend, attend_varlen
 from .masks.caller_masks import describe_padding, split_caller_mask
 from .masks.mask_description import MaskDescription
 from .masks.mask_interface import is_without_padding
-from .ops.decoding import RotaryPart, decode_mla, is_decoding_mla
+from .ops.decoding import RotaryPart, decode, is_decoding_mla
 from .ops.limits import in_autocast_dtype
 from .sparse.sparse_attention import masked_out_unchosen
 from .varlen.cu_seqlens import cross_sequence_mask, sequence_ends, sequence_indices
@@ -129,7 +129,7 @@ def attention_forward(
         rotary = RotaryPart(*in_autocast_dtype(*rotated))
         _check_rotated(rotary, query, key)
         if not is_sparse and is_decoding_mla(query, key, value, rotary, masking, spec):
-            return decode_mla(query, key, rotary, masking, spec), None
+            return decode(query, key, value, spec, rotary, masking), None
         query, key = (torch.cat(parts, dim=-1) for parts in ((query, rotary.query), (key, rotary.key)))
     if is_sparse:
         return _attend_chosen(query, key, value, indices, masking, attention_mask, spec), None

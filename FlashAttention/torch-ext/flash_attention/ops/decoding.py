@@ -48,32 +48,6 @@ def is_decoding(query: Tensor, key: Tensor, value: Tensor, masking: Band | Tenso
     )
 
 
-def decode(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-    """Compute attention of one query over all keys, without a gradient.
-
-    Args:
-        query: ``[B, N, 1, D]``.
-        key: ``[B, N_k, S_k, D]``, copied unless it is contiguous.
-        value: likewise.
-        spec: only the scale counts.
-
-    Returns:
-        ``[B, 1, N, D]``.
-    """
-    heads, key_heads = query.shape[1], key.shape[1]
-    query, key, value = (tensor.contiguous() for tensor in (query, key, value))
-    out = torch.ops.npu.npu_fused_infer_attention_score(
-        query,
-        key,
-        value,
-        num_heads=heads,
-        scale=spec.scale,
-        input_layout="BNSD",
-        num_key_value_heads=key_heads,
-    )[0]
-    return out.transpose(1, 2)
-
-
 def is_decoding_mla(
     query: Tensor, key: Tensor, value: Tensor, rotated: RotaryPart, masking: Any, spec: AttentionSpec
 ) -> bool:
@@ -103,32 +77,43 @@ def is_decoding_mla(
     )
 
 
-def decode_mla(query: Tensor, latents: Tensor, rotated: RotaryPart, masking: Any, spec: AttentionSpec) -> Tensor:
-    """Compute MLA's attention of one query to latents, which are both keys and values, without a gradient.
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: AttentionSpec,
+    rotary: RotaryPart | None = None,
+    masking: Any = None,
+) -> Tensor:
+    """Compute attention of one query over keys, without a gradient.
 
     Args:
-        query: ``[B, N, 1, R]``.
-        latents: ``[B, 1, S_k, R]``, copied unless they are contiguous.
-        rotated: ``[B, N, 1, R_r]`` and ``[B, 1, S_k, R_r]``.
-        masking: a band of all keys, or bool ``[B or 1, 1, 1, S_k]``, True where a key is masked out.
+        query: ``[B, N, 1, D]``.
+        key: ``[B, N_k, S_k, D]``, copied unless it is contiguous.
+        value: likewise; MLA's latents are keys and values in one.
         spec: only the scale counts.
+        rotary: the rotary part beside latents.
+        masking: a band of all keys; or beside latents bool ``[B or 1, 1, 1, S_k]``, True where a key is masked out.
 
     Returns:
-        ``[B, 1, N, R]``. A query that sees no key gives zero.
+        ``[B, 1, N, D]``. A query that sees no key gives zero.
     """
-    heads, mask = query.shape[1], masking.contiguous() if isinstance(masking, Tensor) else None
-    query, latents, query_rope, key_rope = (tensor.contiguous() for tensor in (query, latents, *rotated))
+    heads, key_heads = query.shape[1], key.shape[1]
+    query, keys = query.contiguous(), key.contiguous()
+    values = keys if value is key else value.contiguous()
+    query_rope, key_rope = (None, None) if rotary is None else (part.contiguous() for part in rotary)
+    mask = masking.contiguous() if isinstance(masking, Tensor) else None
     out = torch.ops.npu.npu_fused_infer_attention_score(
         query,
-        latents,
-        latents,
+        keys,
+        values,
         atten_mask=mask,
         query_rope=query_rope,
         key_rope=key_rope,
         num_heads=heads,
         scale=spec.scale,
         input_layout="BNSD",
-        num_key_value_heads=1,
+        num_key_value_heads=key_heads,
     )[0]
     if mask is not None:  # for a query that sees no key the operator returns the mean of all values
         out.masked_fill_(mask.all(-1, keepdim=True), 0)

@@ -18,123 +18,123 @@ from torch import Tensor, nn
 
 from ._common.checkpoints import unseen_by_checkpoints
 from ._common.derivatives import is_transformed
-from ._common.modules import Layer
+from ._common.modules import Layer as _Layer
 from .one_token import Pair, note_cos_sin
 
 
-class RotaryEmbedding(Layer):
+class RotaryEmbedding(_Layer):
     """Makes cos and sin of ``[θ0, θ1, ..., θ0, θ1, ...]``, as Llama does, in the dtype of x."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _cos_sin(self, x, position_ids, x.dtype)
 
 
-class RotaryEmbeddingFloat32(Layer):
+class RotaryEmbeddingFloat32(_Layer):
     """Makes cos and sin of ``[θ0, θ1, ..., θ0, θ1, ...]`` in float32 whatever x is, as Olmo does."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _cos_sin(self, x, position_ids, torch.float32)
 
 
-class RotaryEmbeddingByType(Layer):
+class RotaryEmbeddingByType(_Layer):
     """Makes what :class:`RotaryEmbedding` does of the frequencies of a type of layer, as Gemma 3 does."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> Pair:
         return _cos_sin(self, x, position_ids, x.dtype, layer_type=layer_type)
 
 
-class RotaryEmbeddingByTypeFloat32(Layer):
+class RotaryEmbeddingByTypeFloat32(_Layer):
     """Makes what :class:`RotaryEmbeddingByType` does in float32 whatever x is, as Olmo 3 does."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> Pair:
         return _cos_sin(self, x, position_ids, torch.float32, layer_type=layer_type)
 
 
-class RotaryEmbeddingOfAnyType(Layer):
+class RotaryEmbeddingOfAnyType(_Layer):
     """Makes what :class:`RotaryEmbedding` does, and takes a type of layer that it does not use, as ESM does."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Pair:
         return _cos_sin(self, x, position_ids, x.dtype)
 
 
-class RotaryEmbeddingLearned(Layer):
+class RotaryEmbeddingLearned(_Layer):
     """Makes what :class:`RotaryEmbedding` does of frequencies times ``exp(alpha)``, as Mistral Large 4 does."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _cos_sin(self, x, position_ids, x.dtype, _twice_learned)
 
 
-class RotaryEmbeddingTrained(Layer):
+class RotaryEmbeddingTrained(_Layer):
     """Makes what :class:`RotaryEmbeddingLearned` does, with alpha's gradient, as transformers has it from 5.24 on."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _cos_sin(self, x, position_ids, x.dtype, _twice_learned, trains=True)
 
 
-class RotaryEmbeddingInterleaved(Layer):
+class RotaryEmbeddingInterleaved(_Layer):
     """Makes cos and sin of ``[θ0, θ0, θ1, θ1, ...]``, as Cohere does, in the dtype of x."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _cos_sin(self, x, position_ids, x.dtype, _each_twice)
 
 
-class RotaryEmbeddingHalfWidth(Layer):
+class RotaryEmbeddingHalfWidth(_Layer):
     """Makes cos and sin of each angle once, ``[B, S, F]``, as gpt-oss does, in the dtype of x."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _cos_sin(self, x, position_ids, x.dtype, _once)
 
 
-class RotaryEmbeddingHalfWidthByType(Layer):
+class RotaryEmbeddingHalfWidthByType(_Layer):
     """Makes what :class:`RotaryEmbeddingHalfWidth` does of a type of layer's frequencies, as DeepSeek-V4 does."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Pair:
         return _cos_sin(self, x, position_ids, x.dtype, _once, layer_type)
 
 
-class RotaryEmbeddingComposed(Layer):
+class RotaryEmbeddingComposed(_Layer):
     """Makes cos and sin of positions of time, height and width, ``[3, B, S]`` or ``[B, S]``, as Qwen3-VL does."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _mrope_cos_sin(self, x, position_ids.expand(3, -1, -1), x.dtype)
 
 
-class RotaryEmbeddingComposedFloat32(Layer):
+class RotaryEmbeddingComposedFloat32(_Layer):
     """Makes what :class:`RotaryEmbeddingComposed` does in float32 whatever x is, as Ernie 4.5 VL does."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _mrope_cos_sin(self, x, position_ids.expand(3, -1, -1), torch.float32)
 
 
-class RotaryEmbeddingComposedBySections(Layer):
+class RotaryEmbeddingComposedBySections(_Layer):
     """Makes what :class:`RotaryEmbeddingComposed` does of a dimension for each section, as HunYuan-VL does."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _mrope_cos_sin(self, x, position_ids.expand(len(self.mrope_section), -1, -1), x.dtype)
 
 
-class RotaryEmbeddingComposedByType(Layer):
+class RotaryEmbeddingComposedByType(_Layer):
     """Makes what :class:`RotaryEmbeddingComposed` does of a type of layer's frequencies and sections."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Pair:
         return _mrope_cos_sin(self, x, position_ids.expand(3, -1, -1), x.dtype, layer_type, (layer_type,))
 
 
-class RotaryEmbeddingOfRowsByType(Layer):
+class RotaryEmbeddingOfRowsByType(_Layer):
     """Makes cos and sin of rows and columns, ``[2, B, S]`` or ``[B, S]``, of a type of layer's frequencies."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Pair:
         return _mrope_cos_sin(self, x, position_ids.expand(2, -1, -1), x.dtype, layer_type)
 
 
-class RotaryEmbeddingOfPatches(Layer):
+class RotaryEmbeddingOfPatches(_Layer):
     """Makes cos and sin of the rows and columns of patches, ``[T, 2]``, as Pixtral does, in the dtype of x."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _mrope_cos_sin(self, x, position_ids, x.dtype)
 
 
-class RotaryEmbeddingOfPatchesFloat32(Layer):
+class RotaryEmbeddingOfPatchesFloat32(_Layer):
     """Makes what :class:`RotaryEmbeddingOfPatches` does in float32 whatever x is, as Qwen2-VL's tower does."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:

@@ -232,7 +232,13 @@ FAULTS = (
     _more("CrossEntropy", "label_scatter.py", "where it is written by torch", "values)\n", "positions[:, 1:], {}"),
     _more("CrossEntropy", "logits_loss.py", "the loss of logits", "torch.where(labels == objective", "return {}"),
     _more("CrossEntropy", "logits_loss.py", "its gradient", "d_logits, None", "return {}"),
-    _more("CrossEntropy", "vocab_chunks.py", "the loss of a head", "torch.where(labels == objective", "return {}"),
+    _more(
+        "CrossEntropy",
+        "vocab_chunks.py",
+        "the loss of a head",
+        "torch.where(ignored, 0.0, objective.loss(",
+        "loss = {}",
+    ),
     _more("CrossEntropy", "vocab_chunks.py", "its gradient", "(d_hidden if shard is None else shard.total(d_hidden))"),
     _more(
         "CrossEntropy",

@@ -158,6 +158,7 @@ def linear_cross_entropy(
                 rows = LinearCrossEntropyByTokens.apply(hidden_states, weight, bias, labels, objective, chunks)
             else:
                 chunks = pieces or chunking.vocab_chunk_count(*size)
-                rows = LinearCrossEntropy.apply(hidden_states, weight, bias, labels, objective, shard, chunks, budget)
+                options = objective, shard, chunks, budget, False
+                rows = LinearCrossEntropy.apply(hidden_states, weight, bias, labels, *options)
     with unseen_by_checkpoints():  # deferred logits mark the loss as written to
         return reduce_loss(rows, labels, words, objective, reduction, num_items)

@@ -18,7 +18,7 @@ from .arguments import (
     reduce_loss,
     refuse_labels_beyond,
 )
-from .autograd.loss_and_entropy import LinearCrossEntropyWithEntropy
+from .autograd.vocab_chunks import LinearCrossEntropy
 from .functional import linear_cross_entropy
 from .ops import chunking, reference
 from .shard import Shard
@@ -135,8 +135,7 @@ def linear_log_probs_and_entropy(
         chunks = pieces or chunking.vocab_chunk_count(hidden_states.shape[0], weight.shape[0])
         budget = 0 if pieces else logits_budget(hidden_states, weight, bias)
         with without_autocast(hidden_states), unseen_by_checkpoints():
-            rows, entropy = LinearCrossEntropyWithEntropy.apply(
-                hidden_states, weight, bias, labels, objective, chunks, budget
-            )
+            options = objective, None, chunks, budget, True
+            rows, entropy = LinearCrossEntropy.apply(hidden_states, weight, bias, labels, *options)
     rows = reduce_loss(rows, labels, weight.shape[0], objective, "none", None)
     return -rows.view(shape), entropy.view(shape)

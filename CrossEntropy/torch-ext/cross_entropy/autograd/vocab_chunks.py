@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from .._common.derivatives import by_formula, gradients
 from ..ops import chunking, reference
+from ..ops.entropy import loss_and_entropy_gradient, lse_and_entropy
 from ..ops.head_logits import logits_and_statistics
 from ..ops.label_scatter import row_and_word, write_one_per_row
 from ..ops.objective import LogitGradient, Objective, statistics_dtype
@@ -28,11 +29,12 @@ from ..shard import Shard
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Computes the loss of each row ``[N]``.
+    """Computes the loss of each row ``[N]``, and the entropy of the head's words if it is asked for.
 
-    ``apply(hidden_states, weight, bias, labels, objective, shard, chunks, budget)`` takes ``[N, H]``, ``[W, H]``,
-    ``[W]`` or None, ``[N]``, the options, the shard that the weight is or None, the number of chunks, and how many
-    bytes of logits are kept.
+    ``apply(hidden_states, weight, bias, labels, objective, shard, chunks, budget, wants_entropy)`` takes ``[N, H]``,
+    ``[W, H]``, ``[W]`` or None, ``[N]``, the options, the shard that the weight is or None, the number of chunks, how
+    many bytes of logits are kept, and whether it gives the entropy ``[N]`` too, of a head that is no shard, without
+    smoothing.
     """
 
     @staticmethod
@@ -46,45 +48,72 @@ class LinearCrossEntropy(torch.autograd.Function):
         shard: Shard | None,
         chunks: int,
         budget: int,
-    ) -> Tensor:
-        chunk_lse, chunk_label_logits, chunk_sums, kept = [], [], [], []
+        wants_entropy: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        chunk_statistics, kept = [], []
         for chunk in vocab_chunks(weight, bias, labels, shard, chunks):
-            x, statistics = logits_and_statistics(hidden_states, chunk.weight, chunk.bias, chunk.inside, objective)
-            chunk_lse.append(statistics[0])
-            chunk_label_logits.append(torch.where(chunk.is_inside.squeeze(-1), statistics[1], 0))
-            if statistics[2] is not None:
-                chunk_sums.append(statistics[2])
+            part_sums = part_entropy = None
+            if wants_entropy:
+                x = F.linear(hidden_states, chunk.weight, chunk.bias)
+                part_lse, part_entropy = lse_and_entropy(x, objective)
+                part_logits = objective.label_logits(x, chunk.inside)
+            else:
+                x, (part_lse, part_logits, part_sums) = logits_and_statistics(
+                    hidden_states, chunk.weight, chunk.bias, chunk.inside, objective
+                )
+            part_logits = torch.where(chunk.is_inside.squeeze(-1), part_logits, 0)
+            chunk_statistics.append((part_lse, part_logits, part_sums, part_entropy))
             if (budget := budget - x.numel() * x.element_size()) >= 0:
                 kept.append(x)
             del x
-        lse = torch.logsumexp(torch.stack(chunk_lse), 0)
-        label_logits = torch.stack(chunk_label_logits).sum(0)
-        logit_sums = torch.stack(chunk_sums).sum(0) if chunk_sums else None
+        chunk_lse, label_logits, logit_sums, chunk_entropies = (
+            None if parts[0] is None else torch.stack(parts) for parts in zip(*chunk_statistics)
+        )
+        lse, label_logits = torch.logsumexp(chunk_lse, 0), label_logits.sum(0)
+        logit_sums = None if logit_sums is None else logit_sums.sum(0)
+        entropy = None
+        if chunk_entropies is not None:
+            log_weights = chunk_lse - lse
+            entropy = (log_weights.exp() * (chunk_entropies - log_weights)).sum(0)
         words = weight.shape[0]
         if shard is not None:
             words, lse, label_logits = shard.words, shard.lse(lse), shard.total(label_logits)
             logit_sums = None if logit_sums is None else shard.total(logit_sums)
+        ctx.set_materialize_grads(False)  # who only looks at the entropy pays for no gradient of it
         ctx.options = objective, shard, chunks, words
         ctx.are_logits = True  # what is kept, until a backward has made their gradient of them
-        ctx.save_for_backward(hidden_states, weight, bias, labels, lse, label_logits, *kept)
-        loss = objective.loss(lse, label_logits, logit_sums, words)
-        return torch.where(labels == objective.ignore_index, 0.0, loss)
+        ctx.save_for_backward(hidden_states, weight, bias, labels, lse, label_logits, entropy, *kept)
+        ignored = labels == objective.ignore_index
+        loss = torch.where(ignored, 0.0, objective.loss(lse, label_logits, logit_sums, words))
+        return loss if entropy is None else (loss, torch.where(ignored, 0.0, entropy))
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_states, weight, bias, labels, lse, label_logits, *kept = ctx.saved_tensors
+    def backward(ctx, grad: Tensor | None, grad_entropy: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        hidden_states, weight, bias, labels, lse, label_logits, entropy, *kept = ctx.saved_tensors
         objective, shard, chunks, words = ctx.options
-        needs = ctx.needs_input_grad[:3]
-        nothing = None, None, None, None, None
-        if by_formula(grad):
+        needs, nothing = ctx.needs_input_grad[:3], (None,) * 6
+        if grad is None and grad_entropy is None:
+            return None, None, None, *nothing
+        grad = torch.zeros_like(lse) if grad is None else grad
+        if by_formula(grad, grad_entropy):
             if shard is not None:
                 raise RuntimeError(
                     "linear_cross_entropy: no second derivative, nor several gradients at once, with a shard"
                 )
-            formula = partial(reference.linear_loss, labels=labels, objective=objective)
-            return *gradients(formula, (hidden_states, weight, bias), needs, grad), *nothing
-        counted = torch.where(labels == objective.ignore_index, 0.0, grad)
-        gradient = objective.gradient(counted, lse, label_logits, words)
+            head = hidden_states, weight, bias
+            if entropy is None:
+                formula = partial(reference.linear_loss, labels=labels, objective=objective)
+                return *gradients(formula, head, needs, grad), *nothing
+            both = torch.stack([grad, torch.zeros_like(grad) if grad_entropy is None else grad_entropy])
+            formula = partial(reference.linear_loss_and_entropy, labels=labels, objective=objective)
+            return *gradients(lambda *head: torch.stack(formula(*head)), head, needs, both), *nothing
+        ignored = labels == objective.ignore_index
+        grad = torch.where(ignored, 0.0, grad)
+        if grad_entropy is None:
+            gradient = objective.gradient(grad, lse, label_logits, words)
+        else:
+            grad_entropy = torch.where(ignored, 0.0, grad_entropy)
+            gradient = loss_and_entropy_gradient(objective, grad, grad_entropy, lse, label_logits, entropy)
         logits = [x.data for x in kept] if ctx.are_logits else []  # autograd need not know that they change
         ctx.are_logits = False
         [whole] = vocab_chunks(weight, bias, labels, shard, 1)

@@ -1,1 +1,0 @@
-../../../torch-ext/cross_entropy/autograd/loss_and_entropy.py

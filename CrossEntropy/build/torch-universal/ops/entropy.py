@@ -1,0 +1,1 @@
+../../../torch-ext/cross_entropy/ops/entropy.py

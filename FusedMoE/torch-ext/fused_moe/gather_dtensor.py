@@ -36,10 +36,7 @@ def call_on_gathered(function: Callable[..., Tensor], *tensors: Tensor | None) -
         raise TypeError(f"experts take tensors or DTensors, not both, got {kinds}: distribute all, or call to_local()")
     mesh = given[0].device_mesh
     replicated = [Replicate()] * mesh.ndim
-    gathered = [None if t is None else _gather(t, replicated) for t in tensors]
+    whole = [None if t is None else t.redistribute(placements=replicated) for t in tensors]
+    # with a gradient that every device has whole, too
+    gathered = [None if t is None else t.to_local(grad_placements=replicated) for t in whole]
     return DTensor.from_local(function(*gathered), mesh, replicated, run_check=False)
-
-
-def _gather(tensor: Tensor, replicated: list) -> Tensor:
-    """Return the whole of a DTensor as a tensor of this device, with a gradient that every device has whole, too."""
-    return tensor.redistribute(placements=replicated).to_local(grad_placements=replicated)

@@ -202,7 +202,7 @@ class RGLRU(_Layer):
         )
         exponents = -8.0 * recurrent_gate * nn.functional.softplus(self.recurrent_param)
         decays = exponents.exp() * ~reset
-        multiplier = reset + ~reset * linear_recurrence.bounded_sqrt(1 - (2 * exponents).exp())
+        multiplier = reset + ~reset * linear_recurrence.BoundedSqrt.apply(1 - (2 * exponents).exp())
         added = activations * input_gate * multiplier.type(activations.dtype)
         states, self.recurrent_states = linear_recurrence.linear_recurrence(decays, added, self.recurrent_states)
         return states

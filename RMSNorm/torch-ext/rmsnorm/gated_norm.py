@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +106,8 @@ class _RoundedGatedNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight, rstd = ctx.saved_tensors  # once: checkpoints refuse a second look
         if by_formula(grad):
-            return *_differentiable(ctx, (x, gate, weight), grad, _SILU), None
+            function = partial(_gated_norm_reference, eps=ctx.eps, kind=_SILU)
+            return *gradients(function, (x, gate, weight), ctx.needs_input_grad[:3], grad), None
         both = _concatenated(gate, torch.ops.npu.npu_rms_norm(x, weight, ctx.eps)[0])
         d_gate, d_normed = _SILU.gradient(grad.reshape(-1), both).view(2, *x.shape).unbind()
         grad_x, grad_weight = torch.ops.npu.npu_rms_norm_backward(d_normed, x, weight, rstd)
@@ -131,7 +133,8 @@ class _GatedNorm(torch.autograd.Function):
         x, gate, weight, rstd = ctx.saved_tensors  # once: checkpoints refuse a second look
         kind = ctx.kind
         if by_formula(grad):
-            return *_differentiable(ctx, (x, gate, weight), grad, kind), None, None
+            function = partial(_gated_norm_reference, eps=ctx.eps, kind=kind)
+            return *gradients(function, (x, gate, weight), ctx.needs_input_grad[:3], grad), None, None
         both = _gate_and_normed(x, gate, rstd, kind)
         d_both = kind.gradient(grad.reshape(-1).float(), both).view(2, *x.shape)
         d_gate, d_normed = kind.ordered(*d_both.unbind())
@@ -156,13 +159,6 @@ def _gate_and_normed(x: Tensor, gate: Tensor, rstd: Tensor, kind: NormGate) -> T
     gate_part.copy_(gate)
     torch.mul(x, rstd, out=normed)
     return both.view(-1)
-
-
-def _differentiable(ctx: Any, inputs: tuple[Tensor, ...], grad: Tensor, kind: NormGate) -> list[Tensor | None]:
-    def function(*tensors: Tensor) -> Tensor:
-        return _gated_norm_reference(*tensors, ctx.eps, kind)
-
-    return gradients(function, inputs, ctx.needs_input_grad[:3], grad)
 
 
 def _gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float, kind: NormGate) -> Tensor:

@@ -18,7 +18,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, float
     """
     dtype = torch.promote_types(x.dtype, torch.promote_types(cos.dtype, sin.dtype))
     if _is_fused(x, cos, sin, dtype):
-        rotated = _launch(*_four_dimensions(x.to(dtype), cos.to(dtype), sin.to(dtype)), interleaved)
+        # the operator wants four dimensions
+        wide_cos, wide_sin = (table.to(dtype)[(None,) * (4 - table.dim())] for table in (cos, sin))
+        rotated = _launch(x.to(dtype)[None] if x.dim() == 3 else x.to(dtype), wide_cos, wide_sin, interleaved)
         if rotated is not None:
             return rotated.squeeze(0) if x.dim() == 3 else rotated
     return _rotate_reference(x.float() if float32 else x, cos, sin, interleaved)
@@ -126,12 +128,6 @@ def _quarter_turn(x: Tensor, interleaved: bool) -> Tensor:
         return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     half = x.shape[-1] // 2
     return torch.cat((-x[..., half:], x[..., :half]), -1)
-
-
-def _four_dimensions(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """View all three with four dimensions, which the operator wants."""
-    cos, sin = cos[(None,) * (4 - cos.dim())], sin[(None,) * (4 - sin.dim())]
-    return x[None] if x.dim() == 3 else x, cos, sin
 
 
 def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor | None:

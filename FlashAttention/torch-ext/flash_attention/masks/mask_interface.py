@@ -59,8 +59,9 @@ def attention_mask(
     is_token = None if attention_mask is None else _key_padding(attention_mask, kv_offset, kv_length)
 
     compiling = torch.compiler.is_compiling()
-    structure = None if compiling else _mask_structure(mask_function)
-    function = mask_function or _causal
+    function, structure = mask_function or _causal, None
+    if not compiling:
+        structure = MaskStructure(CAUSAL) if mask_function is None else recognise_mask_function(mask_function)
     # a band aligns the last query with the last key; with a static cache only the device knows if that is so
     has_distances = structure not in (None, MaskStructure(FULL))  # asked first, else a graph is for these lengths alone
     if has_distances and (isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length):
@@ -102,10 +103,6 @@ def attention_mask(
 def is_without_padding(mask: MaskDescription | Tensor) -> bool:
     """Tell whether a mask was made by :func:`attention_mask` without padding, so that ``cu_seqlens`` may add to it."""
     return getattr(mask, _HAS_NO_PADDING, False)
-
-
-def _mask_structure(function: Callable | None) -> MaskStructure | None:
-    return MaskStructure(CAUSAL) if function is None else recognise_mask_function(function)
 
 
 def _last_query_sees_all(structure: MaskStructure | None, keys: int) -> bool:

@@ -33,7 +33,7 @@ def reference_attention(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:  # torch_npu's repeat_interleave loses tangents
         key, value = (tensor[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) for tensor in (key, value))
-    scores = (query @ key.mT).mul(spec.scale).to(_statistics_dtype(query))
+    scores = (query @ key.mT).mul(spec.scale).to(torch.promote_types(query.dtype, torch.float32))
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if spec.alibi_slopes is not None:
@@ -82,10 +82,6 @@ def _select_slopes(spec: AttentionSpec, i: int) -> AttentionSpec:
     if spec.alibi_slopes is None or spec.alibi_slopes.dim() == 1:
         return spec
     return replace(spec, alibi_slopes=spec.alibi_slopes[i])
-
-
-def _statistics_dtype(query: Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 def softmax_with_sink(scores: Tensor, sink: Tensor | None) -> Tensor:

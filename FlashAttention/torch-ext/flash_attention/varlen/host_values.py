@@ -38,22 +38,18 @@ class HostValues:
     def values(self) -> Tensor:
         """Return the values, int32 on the CPU, in the shape of the tensor."""
         if self._values is None:
-            _read([self, *(other for other in _unread.values if other is not self and self._is_read_with(other))])
+            _read(self)
             assert self._values is not None
         return self._values
 
-    def _is_read_with(self, other: HostValues) -> bool:
-        """Tell whether another one can be read with this one. A thread that did not make it may have read it."""
-        return other._values is None and other.tensor.device == self.tensor.device
 
-    def _set(self, values: Tensor) -> None:
-        self._values = values.view(self.tensor.shape)
-        _unread.values.discard(self)
-
-
-def _read(unread: list[HostValues]) -> None:
+def _read(wanted: HostValues) -> None:
+    """Read a tensor, and with it the others of this thread on its device, unless another thread has read them."""
+    others = (other for other in _unread.values if other is not wanted and other._values is None)
+    unread = [wanted, *(other for other in others if other.tensor.device == wanted.tensor.device)]
     flat = [value.tensor.reshape(-1) for value in unread]
     joined = flat[0] if len(flat) == 1 else torch.cat([tensor.to(torch.int32) for tensor in flat])
     found = joined.cpu().to(torch.int32)
     for value, values in zip(unread, found.split([tensor.numel() for tensor in flat])):
-        value._set(values)
+        value._values = values.view(value.tensor.shape)
+        _unread.values.discard(value)

@@ -80,7 +80,8 @@ def gating_top_k(
     _check(logits, bias, options)
     bias = None if bias is None else bias.detach()  # no weight depends on it
     trains = torch.is_grad_enabled() and logits.requires_grad
-    writes_scores = _gradient_needs_scores(options) if trains else _is_undivided_sigmoid(options)
+    is_undivided = scores == "sigmoid" and not renormalise  # the operator always divides sigmoids by their sum
+    writes_scores = _gradient_needs_scores(options) if trains else is_undivided
     if is_distributed(logits, bias) or is_transformed() or not _is_fused(logits, bias, options, writes_scores):
         return _in_torch(logits, bias, options)
     if trains:
@@ -154,11 +155,6 @@ def _is_deepseek_v3(logits: Tensor, bias: Tensor | None, options: _Options, writ
 def _gradient_needs_scores(options: _Options) -> bool:
     """Tell whether the gradient needs the scores beside the weights: of a softmax divided by its sum it does not."""
     return options.scores == "sigmoid" or not options.renormalise
-
-
-def _is_undivided_sigmoid(options: _Options) -> bool:
-    """Tell whether weights are sigmoids as they are: the operator always divides sigmoids by their sum."""
-    return options.scores == "sigmoid" and not options.renormalise
 
 
 def _launch_gating(

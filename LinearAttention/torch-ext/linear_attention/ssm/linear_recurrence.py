@@ -59,12 +59,9 @@ def linear_recurrence(decays: Tensor, added: Tensor, initial_state: Tensor | Non
         return _LinearRecurrence.apply(decays, added, initial_state)
 
 
-def bounded_sqrt(x: Tensor) -> Tensor:
-    """Compute ``sqrt(x)`` of numbers that are not negative, with a derivative of at most 1,000."""
-    return _BoundedSqrt.apply(x)
+class BoundedSqrt(torch.autograd.Function):
+    """Computes ``sqrt(x)`` of numbers that are not negative, with a derivative of at most 1,000."""
 
-
-class _BoundedSqrt(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)

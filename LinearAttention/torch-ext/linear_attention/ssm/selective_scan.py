@@ -74,7 +74,12 @@ def selective_scan_fn(
     tokens_first = (None if x is None else x.transpose(1, 2) for x in arguments[:5])
     if u.numel():
         with without_autocast(u):
-            out, state = _scan(Arguments(*tokens_first, *arguments[5:]), delta_softplus)
+            given = Arguments(*tokens_first, *arguments[5:])
+            if is_transformed():  # a node of autograd would be opaque to torch.func, and torch's operators are not
+                out, chunk_states = _forward(given, delta_softplus)
+                state = chunk_states[-1][-1]
+            else:
+                out, state = _SelectiveScan.apply(*given, delta_softplus)
         out = out.transpose(1, 2)
     else:
         out = empty_result(*arguments, shape=u.shape, dtype=arguments[0].dtype)
@@ -114,13 +119,6 @@ class _Steps:
     def outputs(self, states: Tensor) -> Tensor:
         """Compute ``C h``, ``[B, T, D]``, of the states before the first token of a chunk and behind each token."""
         return from_steps(_batched_matmul(states[1:], self.C.unsqueeze(-1)).squeeze(-1), self.length)
-
-
-def _scan(arguments: Arguments, softplus: bool) -> tuple[Tensor, Tensor]:
-    if is_transformed():  # a node of autograd would be opaque to torch.func, and torch's operators are not
-        out, chunk_states = _forward(arguments, softplus)
-        return out, chunk_states[-1][-1]
-    return _SelectiveScan.apply(*arguments, softplus)
 
 
 class _SelectiveScan(torch.autograd.Function):

@@ -96,65 +96,76 @@ class RotaryEmbeddingComposed(_Layer):
     """Makes cos and sin of positions of time, height and width, ``[3, B, S]`` or ``[B, S]``, as Qwen3-VL does."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
-        return _mrope_cos_sin(self, x, position_ids.expand(3, -1, -1), x.dtype)
+        return _cos_sin(self, x, position_ids.expand(3, -1, -1), x.dtype, _composed)
 
 
 class RotaryEmbeddingComposedFloat32(_Layer):
     """Makes what :class:`RotaryEmbeddingComposed` does in float32 whatever x is, as Ernie 4.5 VL does."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
-        return _mrope_cos_sin(self, x, position_ids.expand(3, -1, -1), torch.float32)
+        return _cos_sin(self, x, position_ids.expand(3, -1, -1), torch.float32, _composed)
 
 
 class RotaryEmbeddingComposedBySections(_Layer):
     """Makes what :class:`RotaryEmbeddingComposed` does of a dimension for each section, as HunYuan-VL does."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
-        return _mrope_cos_sin(self, x, position_ids.expand(len(self.mrope_section), -1, -1), x.dtype)
+        return _cos_sin(self, x, position_ids.expand(len(self.mrope_section), -1, -1), x.dtype, _composed)
 
 
 class RotaryEmbeddingComposedByType(_Layer):
     """Makes what :class:`RotaryEmbeddingComposed` does of a type of layer's frequencies and sections."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Pair:
-        return _mrope_cos_sin(self, x, position_ids.expand(3, -1, -1), x.dtype, layer_type, (layer_type,))
+        position_ids = position_ids.expand(3, -1, -1)
+        return _cos_sin(self, x, position_ids, x.dtype, lambda *given: _composed(*given, layer_type), layer_type)
 
 
 class RotaryEmbeddingOfRowsByType(_Layer):
     """Makes cos and sin of rows and columns, ``[2, B, S]`` or ``[B, S]``, of a type of layer's frequencies."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Pair:
-        return _mrope_cos_sin(self, x, position_ids.expand(2, -1, -1), x.dtype, layer_type)
+        return _cos_sin(self, x, position_ids.expand(2, -1, -1), x.dtype, _composed, layer_type)
 
 
 class RotaryEmbeddingOfPatches(_Layer):
     """Makes cos and sin of the rows and columns of patches, ``[T, 2]``, as Pixtral does, in the dtype of x."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
-        return _mrope_cos_sin(self, x, position_ids, x.dtype)
+        return _cos_sin(self, x, position_ids, x.dtype, _composed)
 
 
 class RotaryEmbeddingOfPatchesFloat32(_Layer):
     """Makes what :class:`RotaryEmbeddingOfPatches` does in float32 whatever x is, as Qwen2-VL's tower does."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
-        return _mrope_cos_sin(self, x, position_ids, torch.float32)
+        return _cos_sin(self, x, position_ids, torch.float32, _composed)
 
 
-def _twice(module: nn.Module, frequencies: Tensor) -> Tensor:
-    return frequencies.expand(2, -1)
+def _twice(module: nn.Module, positions: Tensor, frequencies: Tensor) -> Tensor:
+    return (positions[..., None, None] * frequencies.expand(2, -1)).flatten(-2)
 
 
-def _twice_learned(module: nn.Module, frequencies: Tensor) -> Tensor:
-    return (frequencies * module.alpha.to(device=frequencies.device, dtype=torch.float).exp()).expand(2, -1)
+def _twice_learned(module: nn.Module, positions: Tensor, frequencies: Tensor) -> Tensor:
+    factors = module.alpha.to(device=frequencies.device, dtype=torch.float).exp()
+    return _twice(module, positions, frequencies * factors)
 
 
-def _each_twice(module: nn.Module, frequencies: Tensor) -> Tensor:
-    return frequencies[:, None].expand(-1, 2)
+def _each_twice(module: nn.Module, positions: Tensor, frequencies: Tensor) -> Tensor:
+    return (positions[..., None, None] * frequencies[:, None].expand(-1, 2)).flatten(-2)
 
 
-def _once(module: nn.Module, frequencies: Tensor) -> Tensor:
-    return frequencies[None]
+def _once(module: nn.Module, positions: Tensor, frequencies: Tensor) -> Tensor:
+    return positions[..., None] * frequencies
+
+
+def _composed(module: nn.Module, positions: Tensor, frequencies: Tensor, *layer_type: str | None) -> Tensor:
+    """Compute angles of positions of several dimensions.
+
+    Which goes where is the module's own method, ``recomposition_frequencies``. It only chooses, so that it is asked
+    once, of the angles, where transformers asks it of cos and of sin.
+    """
+    return module.recomposition_frequencies(positions[..., None] * frequencies, *layer_type)
 
 
 def _cos_sin(
@@ -162,38 +173,18 @@ def _cos_sin(
     x: Tensor,
     position_ids: Tensor,
     dtype: torch.dtype,
-    spread: Callable[[nn.Module, Tensor], Tensor] = _twice,
+    angles: Callable[[nn.Module, Tensor, Tensor], Tensor] = _twice,
     layer_type: str | None = None,
     trains: bool = False,
 ) -> Pair:
-    """Compute cos and sin, ``[..., M * N]``, of positions ``[...]`` times frequencies that are spread to ``[M, N]``."""
+    """Compute cos and sin of the angles that positions and frequencies make."""
     with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
-        frequencies = spread(module, _inv_freq(module, x, position_ids, layer_type))
-        angles = position_ids[..., None, None].float() * frequencies
-        cos, sin = _cos_sin_tables(angles, _attention_scaling(module, layer_type), dtype)
-        cos, sin = cos.flatten(-2), sin.flatten(-2)
-        if spread is not _each_twice and position_ids.shape[-1] == 1:
-            note_cos_sin(cos, sin, times=1 if spread is _once else 2)
-        return cos, sin
-
-
-def _mrope_cos_sin(
-    module: nn.Module,
-    x: Tensor,
-    position_ids: Tensor,
-    dtype: torch.dtype,
-    layer_type: str | None = None,
-    arguments: tuple[str | None, ...] = (),
-) -> Pair:
-    """Compute cos and sin of positions of several dimensions.
-
-    Which angle goes where is the module's own method, ``recomposition_frequencies``. It only chooses, so that it is
-    asked once, of the angles, where transformers asks it of cos and of sin.
-    """
-    with torch.no_grad():
         frequencies = _inv_freq(module, x, position_ids, layer_type)
-        angles = module.recomposition_frequencies(position_ids[..., None].float() * frequencies, *arguments)
-        return _cos_sin_tables(angles, _attention_scaling(module, layer_type), dtype)
+        made = angles(module, position_ids.float(), frequencies)
+        cos, sin = _cos_sin_tables(made, _attention_scaling(module, layer_type), dtype)
+        if angles in (_twice, _twice_learned, _once) and position_ids.shape[-1] == 1:
+            note_cos_sin(cos, sin, times=1 if angles is _once else 2)
+        return cos, sin
 
 
 def _cos_sin_tables(angles: Tensor, scale: float, dtype: torch.dtype) -> Pair:

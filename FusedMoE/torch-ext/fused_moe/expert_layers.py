@@ -79,7 +79,7 @@ class FlatExperts(Layer):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         parameters = self.mlp.w1, self.mlp.v1, self.mlp.w2
         is_called = is_intercepted(self.mlp) or is_replaced(self.mlp)
-        if is_called or _needs_original(hidden_states, *parameters) or not permutation.fits(top_k_index):
+        if is_called or _needs_original(hidden_states, *parameters) or not permutation.fits_sizes(*top_k_index.shape):
             return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
         x = hidden_states.reshape(-1, self.hidden_size)
         gate, up, down = (each.view(-1, self.ffn_hidden_size, self.hidden_size) for each in parameters)

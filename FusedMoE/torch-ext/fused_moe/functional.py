@@ -102,7 +102,7 @@ def fused_experts(
     check_experts(hidden_states, top_k_index, top_k_weights, *parameters, halves=is_gate)
     check_indices(top_k_index, down.shape[0] if is_expert_parallel else down.shape[0] - 1)
     x = hidden_states if hidden_states.dtype is gate_up.dtype else hidden_states.to(gate_up.dtype)
-    if is_transformed() or not (gmm.fits(x, gate_up, down) and permutation.fits(top_k_index)):
+    if is_transformed() or not (gmm.fits(x, gate_up, down) and permutation.fits_sizes(*top_k_index.shape)):
         y = experts_in_torch(x, top_k_index, top_k_weights, *parameters, activation, post_expert_norm)
         return y.to(hidden_states.dtype)
     x, top_k_index, top_k_weights = x.contiguous(), top_k_index.contiguous(), top_k_weights.contiguous()

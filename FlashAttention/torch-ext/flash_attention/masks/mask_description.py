@@ -46,16 +46,11 @@ class MaskDescription:
         make: Callable[[int, int], Tensor],
         defers_to_is_causal: bool = False,
     ) -> None:
-        self.queries, self.keys, self.structure, self.defers_to_is_causal = (
-            queries,
-            keys,
-            structure,
-            defers_to_is_causal,
-        )
+        self.queries, self.keys, self.structure = queries, keys, structure
+        self.defers_to_is_causal = defers_to_is_causal
         self._make = make
         self._masks: dict[tuple[bool, torch.device | None], Tensor] = {}  # by whether True means masked out
         self._mask_version = 0  # of the tensor that others may write to
-        self._resolved: dict[int, Band | VarlenBatch | None] = {}
         self._across_sequences: tuple[Tensor, Tensor, Tensor] | None = None
         self._cache: dict[Hashable, Any] = {}
         self._padding = None if padding is None else HostValues(padding)
@@ -70,11 +65,7 @@ class MaskDescription:
         """
         if torch.compiler.is_compiling():
             return self._resolve(batch)
-        self._reset_if_written()
-        if batch not in self._resolved:
-            with unseen_by_checkpoints():
-                self._resolved[batch] = self._resolve(batch)
-        return self._resolved[batch]
+        return self.cached(("band or sequences", batch), lambda: self._resolve(batch))
 
     def is_band_within_sequences(self) -> bool:
         """Tell whether the mask is a band within sequences: no padding, no chunks."""
@@ -181,7 +172,7 @@ class MaskDescription:
         mask = None if torch.compiler.is_compiling() else self._masks.get(_BOOLEAN_MASK)
         if mask is not None and mask._version != self._mask_version:
             self.structure, self._mask_version = None, mask._version
-            self._masks, self._resolved, self._across_sequences, self._cache = {_BOOLEAN_MASK: mask}, {}, None, {}
+            self._masks, self._across_sequences, self._cache = {_BOOLEAN_MASK: mask}, None, {}
 
     def _compute_mask(self, masked_out: bool, device: torch.device | None) -> Tensor:
         if masked_out:

@@ -33,16 +33,11 @@ def _(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     return rows.new_empty(weights.shape[0], rows.shape[1])
 
 
-def fits(top_k_index: Tensor) -> bool:
-    """Tell whether the operators take an index ``[T, k]``.
+def fits_sizes(tokens: int, top_k: int) -> bool:
+    """Tell whether the operators take an index ``[tokens, top_k]``.
 
     CANN, aclnnMoeTokenPermute and aclnnMoeTokenUnpermute, Atlas A2 and A3.
     """
-    return fits_sizes(*top_k_index.shape)
-
-
-def fits_sizes(tokens: int, top_k: int) -> bool:
-    """Tell :func:`fits` of an index ``[tokens, top_k]``."""
     return 0 < tokens * top_k < _MOST_ROWS and top_k <= _MOST_CHOICES
 
 

@@ -51,7 +51,7 @@ def experts_in_torch(
     """
     parameters = gate_up, down, gate_up_bias, down_bias
     if _is_vmapped():
-        return _every_expert(hidden_states, top_k_index, top_k_weights, *parameters, activation, post_expert_norm)
+        return _every_expert(hidden_states, top_k_index, top_k_weights, parameters, activation, post_expert_norm)
     experts, choices = top_k_index.reshape(-1).sort(stable=True)
     counts = (experts.unsqueeze(-1) == torch.arange(down.shape[0], device=experts.device)).sum(0)
     tokens = choices // top_k_index.shape[1]
@@ -69,14 +69,12 @@ def _every_expert(
     hidden_states: Tensor,
     top_k_index: Tensor,
     top_k_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    parameters: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     activation: Callable[[Tensor], Tensor],
     post_expert_norm: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     """Compute it without asking how many rows an expert gets: of ``[E, T, H]``, zero where it gets none."""
+    gate_up, down, gate_up_bias, down_bias = parameters
     numbers = torch.arange(down.shape[0], device=top_k_index.device).view(-1, 1, 1)
     chosen = top_k_index == numbers
     rows = torch.where(chosen.any(-1, keepdim=True), hidden_states, 0)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.matching.activations_by_running import find_activation
-from kernels_ext_npu.matching.computed import Recognised
+from kernels_ext_npu.matching.computed import NotRecognised, Recognised
 from kernels_ext_npu.matching.mlps_by_running import find_gated_mlp
 from kernels_ext_npu.matching.module_settings import is_opaque, names_read, read_settings
 from kernels_ext_npu.matching.moe_blocks_by_running import find_moe_block
@@ -23,16 +23,12 @@ from kernels_ext_npu.matching.norms_by_running import find_norm
 from kernels_ext_npu.matching.rotating_modules import find_rotating_module, held_tensors, read_helpers, tensor_names
 from kernels_ext_npu.matching.routers_by_running import find_router
 from kernels_ext_npu.matching.watched_runs import OwnOperatorError, attempt, isolated
-from kernels_ext_npu.reasons import Reason
 
-_known: dict[Any, Recognised | Reason | None] = {}
+_known: dict[Any, Recognised | NotRecognised | None] = {}
 
 
-def recognise(module: nn.Module) -> Recognised | Reason | None:
-    """Return what a module computes, or why no layer does: it calls an operator of torch_npu itself, or what was seen.
-
-    It is None of modules that look like nothing that a layer computes.
-    """
+def recognise(module: nn.Module) -> Recognised | NotRecognised | None:
+    """Return what a module computes, or what it does that no layer computes; None if it looks like nothing of these."""
     tensors = tensor_names(module)
     buffers = tuple(name for name, each in module._buffers.items() if each is not None and name not in tensors)
     settings = read_settings(module, tensors or buffers)
@@ -55,14 +51,13 @@ def recognise(module: nn.Module) -> Recognised | Reason | None:
             finders = find_router, *block
         elif opaque:
             finders = find_gated_mlp, find_router, *block
-        seen: list[str] = []
+        seen: list[NotRecognised] = []
         try:
             with isolated():
                 found = next(filter(None, (attempt(find, module, seen=seen) for find in finders)), None)
-            unknown = Reason("unknown", seen[0]) if seen else None
-            _known[key] = unknown if found is None else Recognised(found, settings)
+            _known[key] = next(iter(seen), None) if found is None else Recognised(found, settings)
         except OwnOperatorError as error:
-            _known[key] = Reason("own operator", str(error))
+            _known[key] = NotRecognised(str(error), calls_operator=True)
     return _known[key]
 
 

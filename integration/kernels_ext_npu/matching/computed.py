@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from kernels_ext_npu.matching.module_settings import Settings
 from kernels_ext_npu.reasons import Reason
 
 if TYPE_CHECKING:
+    from kernels_ext_npu.catalogue import Kind
+    from kernels_ext_npu.matching.module_settings import Settings
     from kernels_ext_npu.matching.moe_blocks import MoEBlock
     from kernels_ext_npu.matching.rotating_modules import RotatingModule
     from kernels_ext_npu.matching.router_formulas import Router
@@ -36,6 +37,20 @@ class Computed(NamedTuple):
     rotation: RotatingModule | None = None  # of a module that rotates
     block: MoEBlock | None = None  # of a module that sends tokens to experts in a list
     router: Router | None = None  # of a module that chooses experts
+
+
+class NotRecognised(NamedTuple):
+    """What a module does that no layer computes.
+
+    Attributes:
+        seen: what it was seen to do; the name of the operator where it calls one of torch_npu.
+        kind: what it is but for that; None where it may be anything.
+        calls_operator: whether it calls one.
+    """
+
+    seen: str
+    kind: Kind | None = None
+    calls_operator: bool = False
 
 
 class Recognised(NamedTuple):

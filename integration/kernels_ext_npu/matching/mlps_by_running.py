@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.matching.computed import Computed, Steps
 from kernels_ext_npu.matching.module_settings import is_linear, is_opaque, names_read, numbers
 from kernels_ext_npu.matching.watched_runs import (
@@ -175,9 +176,9 @@ def find_gated_mlp(module: nn.Module) -> Computed | None:
         found = {each: formula for each, formula in read.items() if not found or each in found}
         formulas = [*found.values()]
         if not found:
-            raise NotRecognisedError(_why(number == 0, dtype, training, with_grad))
+            raise NotRecognisedError(_why(number == 0, dtype, training, with_grad), MLPS if number else None)
     if len(found) > 1 or clamps not in (0, 2):  # a third may have a limit that is not reached here
-        raise NotRecognisedError("it clamps in another way")
+        raise NotRecognisedError("it clamps in another way", MLPS)
     (computed,) = found
     check_sizes(lambda given: run(given)[1], *(5, 7, 11)[: len(shapes[0])], width)
     return computed._replace(returned=watch.returned)

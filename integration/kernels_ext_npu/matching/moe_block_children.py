@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.matching.computed import Computed, Recognised
+from kernels_ext_npu.matching.computed import Computed, NotRecognised, Recognised
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.matching.mlps_by_running import ACTIVATION_MODULES
 from kernels_ext_npu.matching.module_settings import Settings, is_linear, read_settings
@@ -24,7 +24,6 @@ from kernels_ext_npu.matching.watched_runs import (
     stand_in,
 )
 from kernels_ext_npu.patterns.gated_mlps import GATED, projection_names
-from kernels_ext_npu.reasons import Reason
 
 _LOOKED_AT_BY_THE_LAYER = (
     "llama:LlamaMLP",
@@ -56,7 +55,9 @@ class Gate(NamedTuple):
     top_k: int = 0
 
 
-def read_experts(module: nn.Module, recognise: Callable[[nn.Module], Recognised | Reason | None]) -> Experts | None:
+def read_experts(
+    module: nn.Module, recognise: Callable[[nn.Module], Recognised | NotRecognised | None]
+) -> Experts | None:
     """Return the experts of a block with one list of gated MLPs."""
     lists = [(name, child) for name, child in module._modules.items() if isinstance(child, nn.ModuleList)]
     if len(lists) != 1 or len(lists[0][1]) < 2 or len({type(each) for each in lists[0][1]}) != 1:

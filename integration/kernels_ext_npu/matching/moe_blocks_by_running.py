@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.matching.computed import Computed, Recognised
+from kernels_ext_npu.matching.computed import Computed, NotRecognised, Recognised
 from kernels_ext_npu.matching.module_settings import Settings, is_linear, numbers, reads_objects
 from kernels_ext_npu.matching.moe_block_children import read_experts, read_gate
 from kernels_ext_npu.matching.moe_block_runs import BlockRun, Parts, Probe
@@ -30,7 +30,7 @@ _ONE_BY_ONE = "its experts are computed one after the other"
 
 
 def find_moe_block(
-    recognise: Callable[[nn.Module], Recognised | Reason | None], settings: Settings, module: nn.Module
+    recognise: Callable[[nn.Module], Recognised | NotRecognised | None], settings: Settings, module: nn.Module
 ) -> Computed | None:
     """Return what a block with a list of experts computes, or why that is no weighted sum of theirs; None of others.
 
@@ -139,9 +139,9 @@ class _Trial:
     def _attempt(self, find: Callable[..., Any], *arguments: Any) -> Any:
         """Return what is found; None if a forward raises, or does what none does that is known, which is kept."""
 
-        seen: list[str] = []
+        seen: list[NotRecognised] = []
         found = attempt(find, *arguments, seen=seen)
-        self.seen = seen[0] if seen else self.seen
+        self.seen = seen[0].seen if seen else self.seen
         return found
 
     def _run(self, probe: Probe, training: bool) -> BlockRun:

@@ -7,7 +7,8 @@ from itertools import permutations, product
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.matching.computed import Computed
+from kernels_ext_npu.catalogue import NORMS
+from kernels_ext_npu.matching.computed import Computed, NotRecognised
 from kernels_ext_npu.matching.module_settings import names_read, numbers
 from kernels_ext_npu.matching.norm_formulas import KINDS, Kind, Rounding, Terms
 from kernels_ext_npu.matching.watched_runs import (
@@ -57,7 +58,7 @@ def find_norm(module: nn.Module) -> Computed | None:
     lengths = [value for value in held if type(value) is int and 1 < value <= 1 << 16]
     width = shape[0] if shape is not None else next(iter(lengths), 64)
     groups = {n for length in lengths for n in (length, width // length) if n and width % n == 0 and n < width}
-    seen: list[str] = []
+    seen: list[NotRecognised] = []
     for is_gated in (True, False):
         if takes(module, 1 + is_gated):
             for names, kind in product(permutations(own), KINDS.get((len(own), is_gated), ())):
@@ -66,7 +67,8 @@ def find_norm(module: nn.Module) -> Computed | None:
                     if found is not None:
                         return found
     if seen:  # of several kinds the one that it is nearest to
-        raise NotRecognisedError(max(seen, key=lambda each: _SEEN.index(each) if each in _SEEN else len(_SEEN)))
+        nearest = max(seen, key=lambda each: _SEEN.index(each.seen) if each.seen in _SEEN else len(_SEEN))
+        raise NotRecognisedError(nearest.seen, NORMS if nearest.seen in _SEEN[1:] else None)
     return None
 
 

@@ -16,6 +16,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from kernels_ext_npu.catalogue import Kind
+from kernels_ext_npu.matching.computed import NotRecognised
 from kernels_ext_npu.matching.module_settings import is_config, is_setting
 
 _ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "reciprocal", "square", "addcmul"}
@@ -34,14 +36,23 @@ ROUNDINGS = 16  # in units of a dtype: each of some eight operators rounds by ha
 
 
 class NotRecognisedError(Exception):
-    """A forward does something that no formula has."""
+    """A forward does something that no formula has.
+
+    Args:
+        seen: what it was seen to do.
+        kind: what it is but for that; None where it may be anything.
+    """
+
+    def __init__(self, seen: str, kind: Kind | None = None) -> None:
+        super().__init__(seen)
+        self.kind = kind
 
 
 class OwnOperatorError(NotRecognisedError):
     """A forward calls an operator of torch_npu by itself, whose name this is."""
 
 
-def attempt(find: Callable[..., Any], *arguments: Any, seen: list[str] | None = None) -> Any:
+def attempt(find: Callable[..., Any], *arguments: Any, seen: list[NotRecognised] | None = None) -> Any:
     """Return what is found; None if a forward raises, whatever it raises that is given what it does not expect.
 
     Args:
@@ -58,7 +69,7 @@ def attempt(find: Callable[..., Any], *arguments: Any, seen: list[str] | None = 
         raise
     except NotRecognisedError as error:
         if seen is not None:
-            seen.append(str(error))
+            seen.append(NotRecognised(str(error), error.kind))
     except Exception:
         pass
     return None

@@ -23,14 +23,13 @@ from kernels_ext_npu.binding.loaded_kernels import OWNER, set_forward
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import ROTARY
 from kernels_ext_npu.matching.class_facts import class_facts
+from kernels_ext_npu.matching.computed import NotRecognised, Recognised
 from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.transformers_internals import original_function
 
 if TYPE_CHECKING:
-    from kernels_ext_npu.matching.computed import Recognised
     from kernels_ext_npu.matching.rotations_by_running import Rotation
 
 
@@ -113,15 +112,15 @@ class View:
     @functools.cached_property
     def recognised(self) -> dict[nn.Module, Recognised]:
         """The modules of classes that no pattern knows, and what they were found to compute by running them."""
-        return {module: what for module, what in self._run.items() if not isinstance(what, Reason)}
+        return {module: what for module, what in self._run.items() if isinstance(what, Recognised)}
 
     @functools.cached_property
-    def not_recognised(self) -> dict[nn.Module, Reason]:
-        """The modules of such classes that call an operator of torch_npu, or do what else no layer does."""
-        return {module: why for module, why in self._run.items() if isinstance(why, Reason)}
+    def not_recognised(self) -> dict[nn.Module, NotRecognised]:
+        """The modules of such classes that do what no layer computes, and look like what one does."""
+        return {module: what for module, what in self._run.items() if isinstance(what, NotRecognised)}
 
     @functools.cached_property
-    def _run(self) -> dict[nn.Module, Recognised | Reason]:
+    def _run(self) -> dict[nn.Module, Recognised | NotRecognised]:
         classes = [cls for cls, facts in self.facts.items() if facts.is_run]
         if not classes:
             return {}

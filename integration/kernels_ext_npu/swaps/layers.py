@@ -26,6 +26,7 @@ from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, Kind
 from kernels_ext_npu.distribution import kernels_internals, sources
 from kernels_ext_npu.matching.classification import PROJECTIONS, classify_instance, has_gated_projections
+from kernels_ext_npu.matching.computed import NotRecognised
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.reasons import Reason
@@ -69,10 +70,12 @@ def find(view: View) -> list[Decision]:
             kind = classify_instance(module)
         if kind is None and present is not None:
             kind = KIND_OF_LAYER[present]
+        seen = view.not_recognised.get(module)
+        if kind is None and seen is not None:
+            kind = seen.kind
         if kind is catalogue.ATTENTION or (kind is catalogue.INDEXERS and facts.is_indexer):  # of another finder
             kind = None
         if kind is not None or facts.pattern is not None or present is not None:
-            seen = view.not_recognised.get(module)
             found.append(_decide(path, module, facts.pattern, present, kind, seen))
     return found
 
@@ -112,7 +115,12 @@ def serves(module: nn.Module, layer: str) -> bool:
 
 
 def _decide(
-    path: str, module: nn.Module, pattern: Pattern | None, present: str | None, kind: Kind | None, seen: Reason | None
+    path: str,
+    module: nn.Module,
+    pattern: Pattern | None,
+    present: str | None,
+    kind: Kind | None,
+    seen: NotRecognised | None,
 ) -> Decision:
     layer = pattern.layer_for(module) if pattern else None
     counted = kind.in_models if kind else None
@@ -130,7 +138,7 @@ def _decide(
         foreign = forward_binding.foreign_forward(module)
         replaced = foreign and Reason("replaced", f"another library replaced its forward: {foreign}")
         reason = replaced or refusals.unknown_forward(seen)
-    calls_itself = seen is not None and seen.code == refusals.OWN_OPERATOR
+    calls_itself = seen is not None and seen.calls_operator
     is_candidate = kind is not None and not (is_other_norm or calls_itself or _is_other(module, kind, pattern))
     return Decision(path, module, layer, reason, kind=counted, is_candidate=is_candidate)
 

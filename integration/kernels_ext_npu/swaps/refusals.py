@@ -8,6 +8,7 @@ from torch import nn
 
 from kernels_ext_npu.binding import loaded_kernels, registration
 from kernels_ext_npu.binding.devices import compute_device, is_elsewhere
+from kernels_ext_npu.matching.computed import NotRecognised
 from kernels_ext_npu.reasons import Reason
 
 NOT_REGISTERED = Reason(
@@ -22,7 +23,6 @@ NOT_ASKED_FOR_BY_ANY = Reason(
     "no model of the architecture was loaded with use_kernels=True, or restore() was called: kernelize(model)",
 )
 NO_RMS_NORM = Reason("unknown", "not an RMS norm")
-OWN_OPERATOR = "own operator"
 FORWARD_UNKNOWN = Reason("unknown", "no kernel computes what its forward computes")
 FUNCTION_UNKNOWN = Reason("unknown", "no kernel computes what it computes")
 METHOD = Reason("unknown", "it is a method that reads more of its module than settings")
@@ -38,13 +38,13 @@ def unknown_function(seen: str | None) -> Reason:
     return Reason("unknown", f"{FUNCTION_UNKNOWN}: {seen}") if seen else FUNCTION_UNKNOWN
 
 
-def unknown_forward(seen: Reason | None) -> Reason:
+def unknown_forward(what: NotRecognised | None) -> Reason:
     """Say of a module that no kernel computes its forward, and what that was seen to do, if it was run."""
-    if seen is None:
+    if what is None:
         return FORWARD_UNKNOWN
-    if seen.code == OWN_OPERATOR:
-        return Reason(OWN_OPERATOR, f"its forward calls {seen} itself")
-    return Reason("unknown", f"{FORWARD_UNKNOWN}: {seen}")
+    if what.calls_operator:
+        return Reason("own operator", f"its forward calls {what.seen} itself")
+    return Reason("unknown", f"{FORWARD_UNKNOWN}: {what.seen}")
 
 
 def left_calls(shapes: str) -> Reason:

@@ -198,11 +198,21 @@ def test_of_a_gate_that_no_operator_takes_the_report_says_so(registered) -> None
 )
 def test_the_report_says_what_one_was_seen_to_do_that_no_kernel_does(registered, like: str, seen: str) -> None:
     (cls,) = (each for each in (*LIKE_NORMS, *LIKE_MLPS) if each.__name__ == like)
-    named = type(f"{like}{'Norm' if cls in LIKE_NORMS else 'MLP'}", (cls,), {})  # others are in no report
+    named = type(f"{like}{'Norm' if cls in LIKE_NORMS else 'MLP'}", (cls,), {})  # others are reported if they are near
     model = kernels_ext_npu.kernelize(Block(named()).to("npu"))
     (row,) = (row for row in rows(model) if row.path == "part")
     assert row.reason.code == "unknown"
     assert seen in row.reason
+
+
+@pytest.mark.parametrize(
+    ("like", "kind"), [("NotInHalf", "norms"), ("DetachedMean", "norms"), ("OfFixedHalves", "gated MLPs")]
+)
+def test_one_that_is_nearly_served_is_reported_whatever_its_name(registered, like: str, kind: str) -> None:
+    (cls,) = (each for each in (*LIKE_NORMS, *LIKE_MLPS) if each.__name__ == like)
+    model = kernels_ext_npu.kernelize(Block(cls()).to("npu"))
+    (row,) = (row for row in rows(model) if row.path == "part")
+    assert (row.kind, row.swapped) == (kind, False)
 
 
 def test_adapters_that_are_put_on_it_later_are_computed(registered) -> None:

@@ -12,7 +12,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -54,8 +54,18 @@ def guarded_forward(
         warnings.warn(f"{name} computed this without its kernel, which refused it: {refused}", stacklevel=2)
         return result
 
+    guarded.__code__ = _own_code(guarded.__code__, matched)  # type: ignore[attr-defined]
     setattr(guarded, MATCHED, matched)
     return marked(guarded, class_name(forward))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _own_code(code: CodeType, matched: FunctionType) -> CodeType:
+    """Return a copy of code for the modules whose class has this forward, which has code of its own, too.
+
+    torch.compile makes only a few graphs of one code, whatever functions have it.
+    """
+    return code.replace()
 
 
 def is_outdated(module: nn.Module) -> bool:

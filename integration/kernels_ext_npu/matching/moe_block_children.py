@@ -79,12 +79,12 @@ def read_experts(
             return None
         names, layer, settings = projection_names(type(first)), pattern.layer_for(first), read_settings(first)
         if pattern.name in _LOOKED_AT_BY_THE_LAYER:
-            return known(first._modules[names[2]].out_features)
+            return known(first._modules[names[2]].out_features, type(first).forward)
         is_plain = settings is not None
     if layer not in GATED or None in names or not is_plain:
         return None
     width = getattr(first._modules[names[2]], "out_features", 0)
-    return known(width, settings, names, ACTIVATION_MODULES[layer])
+    return known(width, type(first).forward, settings, names, ACTIVATION_MODULES[layer])
 
 
 def read_gate(name: str, child: Any, experts: Experts) -> Gate | None:

@@ -20,6 +20,7 @@ class Experts(NamedTuple):
         name: of the list in the block.
         number: how many there are.
         width: how many values they take and give for a token.
+        forward: of their class.
         settings: what each of them reads; None where a pattern knows their class, and the layer looks at them itself.
         projections: the names of gate, up and down in each; None where they are those that the layer looks for.
         activation: what the gate goes through; None where it is the ``act_fn`` of each.
@@ -28,6 +29,7 @@ class Experts(NamedTuple):
     name: str
     number: int
     width: int
+    forward: Any
     settings: Settings | None = None
     projections: tuple[str, ...] | None = None
     activation: nn.Module | None = None

@@ -7,7 +7,7 @@ forward of the block's class loops over them.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.devices import awaits_weights
+from kernels_ext_npu.binding.loaded_kernels import OWNER
 from kernels_ext_npu.binding.step_aside import guarded_forward
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.matching.module_settings import Settings, has_settings, is_linear
@@ -34,13 +35,13 @@ def make_block_forward(what: Recognised, matched: FunctionType) -> FunctionType:
         choose = choose_by(package, choice.gating, choice.bias is not None) if choice.has_operator else choice.choose
 
     def holds(module: nn.Module) -> bool:
-        is_known = module.training in modes and not torch.compiler.is_compiling()
+        is_known = module.training in modes
         is_known &= block.casts or not torch.is_autocast_enabled("npu")
         return is_known and has_settings(module, what.settings) and _have_settings(module, block)
 
     def forward(self: nn.Module, x: Tensor) -> Any:
         rows, mode = x.reshape(-1, x.shape[-1]), modes[self.training]
-        experts = package.expert_lists.fusable_experts(_roles(self, block), rows, block.top_k)
+        experts = package.expert_lists.fusable_experts(_Roles(self, block), rows, block.top_k)
         if experts is None:
             return matched(self, x)
         routed = rows if block.takes_rows else x
@@ -69,7 +70,7 @@ def prepare(module: nn.Module, block: MoEBlock) -> None:
 
 def remark(module: nn.Module, block: MoEBlock) -> str | None:
     """Say why the experts of a block are computed one after the other, or in which mode; None if in none."""
-    reason = None if awaits_weights() else _package().expert_lists.unfit(_roles(module, block))
+    reason = None if awaits_weights() else _package().expert_lists.unfit(_Roles(module, block))
     if reason is not None:
         return f"expert by expert, since {reason}"
     modes = dict(block.modes)
@@ -90,7 +91,19 @@ def _have_settings(module: nn.Module, block: MoEBlock) -> bool:
         return False
     if not isinstance(experts, nn.ModuleList) or len(experts) != block.experts.number:
         return False
+    if torch.compiler.is_compiling() and not all(_has_forward(each, block) for each in experts._modules.values()):
+        return False
     return settings is None or all(_is_as_it_was(expert, settings) for expert in experts._modules.values())
+
+
+def _has_forward(expert: Any, block: MoEBlock) -> bool:
+    """Tell whether an expert has the forward of its class, or ours in its place.
+
+    In a graph the kernel does not see what it remembers of that.
+    """
+    own = expert.__dict__.get("forward")
+    is_own = own is None or getattr(getattr(own, "__func__", None), OWNER, None) is not None
+    return is_own and type(expert).forward is block.experts.forward
 
 
 def _is_as_it_was(expert: Any, settings: Settings) -> bool:
@@ -98,12 +111,12 @@ def _is_as_it_was(expert: Any, settings: Settings) -> bool:
     return has_settings(expert, settings) and not any(has_hooks(expert._modules[name]) for name, _ in settings.children)
 
 
-def _roles(module: nn.Module, block: MoEBlock) -> SimpleNamespace:
-    """Return the experts as the layer looks for them."""
-    listed, projections, activation = block.experts.name, block.experts.projections, block.experts.activation
-    return SimpleNamespace(
-        experts=module._modules[listed], expert_projections=projections, expert_activation=activation
-    )
+class _Roles:
+    """The experts of a block as the layer looks for them. torch.compile knows no SimpleNamespace."""
+
+    def __init__(self, module: nn.Module, block: MoEBlock) -> None:
+        self.experts = module._modules[block.experts.name]
+        self.expert_projections, self.expert_activation = block.experts.projections, block.experts.activation
 
 
 def _with_shared(module: Any, block: MoEBlock, x: Tensor, rows: Tensor, y: Tensor) -> Tensor:

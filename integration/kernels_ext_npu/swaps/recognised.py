@@ -216,14 +216,20 @@ def _forward_with(package: ModuleType, what: Recognised, matched: FunctionType) 
         setattr(at_once, _WHAT, what)
         return at_once
     layer = getattr(package.layers, computed.layer).forward
+    steps = () if computed.between is None else computed.between[1]
+    if computed.activation is not None:  # whose values no graph looks at
+        package.packing.meet(nn.ModuleDict({"act_fn": computed.activation}))
+    dropouts: dict[bool, nn.Module] = {
+        mode: nn.Dropout(p).train(mode) for p in steps if isinstance(p, float) for mode in (False, True)
+    }
 
     def holds(module: nn.Module) -> bool:
-        if torch.compiler.is_compiling() or (torch.is_autocast_enabled("npu") and not computed.casts):
+        if not computed.casts and torch.is_autocast_enabled("npu"):
             return False
         return module_settings.has_settings(module, what.settings) and _are_unwatched(module, what)
 
     def compute(module: nn.Module, x: Tensor, *others: Tensor | None) -> Any:
-        roles = _Roles(module, what, matched)
+        roles = _Roles(module, what, matched, dropouts)
         if computed.wants_one_dtype and any(
             p is not None and p.dtype is not x.dtype for p in roles._parameters.values()
         ):
@@ -257,9 +263,14 @@ def _call(module: nn.Module, steps: Steps, x: Tensor) -> Tensor:
 
 
 class _Roles:
-    """The members that a layer reads, by the names that it has for them."""
+    """The members that a layer reads, by the names that it has for them.
 
-    def __init__(self, module: nn.Module, what: Recognised, matched: FunctionType) -> None:
+    Where all that is called between is a dropout without a module, it is one of those given, by whether it is trained.
+    """
+
+    def __init__(
+        self, module: nn.Module, what: Recognised, matched: FunctionType, dropouts: dict[bool, nn.Module]
+    ) -> None:
         computed = what.computed
         self.module, self.matched, self.training = module, matched, module.training
         self._parameters = {role: module._parameters.get(name) for role, name in computed.parameters}  # type: ignore[arg-type]
@@ -270,23 +281,18 @@ class _Roles:
             self._modules["act_fn"] = computed.activation
         if computed.between is not None:
             role, steps = computed.between
-            self._modules[role] = self._between(steps)
+            self._modules[role] = self._between(steps, dropouts)
         vars(self).update(self._parameters, **self._modules, **dict(computed.numbers))
 
-    def _between(self, steps: Steps) -> Any:
+    def _between(self, steps: Steps, dropouts: dict[bool, nn.Module]) -> Any:
         if len(steps) > 1:
             return functools.partial(_call, self.module, steps)
         (step,) = steps
-        return _dropout(step, self.training) if isinstance(step, float) else self.module._modules[step]
+        return dropouts[self.training] if isinstance(step, float) else self.module._modules[step]
 
     def forward(self, *arguments: Tensor) -> Tensor:
         """Compute what the layer leaves to the module."""
         return self.matched(self.module, *arguments)
-
-
-@functools.cache
-def _dropout(p: float, training: bool) -> nn.Module:
-    return nn.Dropout(p).train(training)
 
 
 FINDER = Finder("recognised", find, put, revert=revert, remarks=remarks)

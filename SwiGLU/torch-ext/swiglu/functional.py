@@ -176,9 +176,9 @@ def _is_worth_joining(gate: Tensor, up: Tensor, wants_alignment: bool = True) ->
     of five, and two tensors saved instead of three.
     """
     return (
-        _is_fused(gate, wants_alignment=False)
+        needs_grad(gate, up)  # first: a graph may not know whether there are any rows
+        and _is_fused(gate, wants_alignment=False)
         and gate.dtype == up.dtype
-        and needs_grad(gate, up)
         and (not wants_alignment or is_aligned(gate.shape[-1], gate.dtype))
     )
 

@@ -251,3 +251,20 @@ def test_modules_of_many_kinds_may_be_compiled_by_themselves() -> None:
         norm = kernels_ext_npu.kernelize(Block(cls()).to("npu")).part
         norm.compile(backend="eager", fullgraph=True)
         assert launched(lambda: norm(torch.randn(2, 5, WIDTH, device="npu"))) == 1  # noqa: B023  called at once
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cls", [MetaNorm, MetaMLP])
+def test_a_graph_that_does_not_know_how_many_tokens_there_are_stays_whole(cls: type[nn.Module]) -> None:
+    """As where experts are computed one after the other: each gets the tokens that chose it."""
+
+    class Some(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows, places = torch.where(x[..., 0] > 0)
+            return self.part(x[rows, places])
+
+    plain, x = Some(cls()), torch.randn(2, 5, WIDTH)
+    model = kernels_ext_npu.kernelize(copy.deepcopy(plain).to("npu"))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for each in (x, -x, x.abs()):
+        torch.testing.assert_close(compiled(each.npu()).cpu(), plain(each), rtol=1e-5, atol=1e-5)

@@ -62,11 +62,11 @@ def read_settings(module: nn.Module, tensors: Collection[str] = ()) -> Settings 
         for function, path in _globals_read(cls, cls.forward)  # type: ignore[arg-type]
         if _is_plain(value := _read_global(function, path))
     )
-    return Settings(cls, cls.forward, frozen, absent, _present(module), (*children.items(),), constants)  # type: ignore[arg-type]
+    return Settings(cls, cls.forward, frozen, absent, frozenset(_present(module)), (*children.items(),), constants)  # type: ignore[arg-type]
 
 
 def has_settings(module: Any, settings: Settings) -> bool:
-    """Tell whether a module has these settings."""
+    """Tell whether a module has these settings. Every forward asks, also in a graph, where loops are the least work."""
     if type(module) is not settings.cls or settings.cls.forward is not settings.forward:
         return False
     members, children = vars(module), module._modules
@@ -75,11 +75,13 @@ def has_settings(module: Any, settings: Settings) -> bool:
         found = members[name] if name in members else getattr(settings.cls, name, None)
         if not _is_same(getattr(found, inner, None) if inner else found, value):
             return False
-    if not all(_is_same(_read_global(function, path), value) for function, path, value in settings.constants):
-        return False
-    if not settings.absent.isdisjoint(members) or _present(module) != settings.present:
-        return False
-    return all(has_settings(children.get(name), inner) for name, inner in settings.children)
+    for function, path, value in settings.constants:
+        if not _is_same(_read_global(function, path), value):
+            return False
+    for child, theirs in settings.children:
+        if not has_settings(children.get(child), theirs):
+            return False
+    return settings.absent.isdisjoint(members) and _present(module) == settings.present
 
 
 def numbers(module: nn.Module, kind: type | tuple[type, ...] = (int, float)) -> set[Any]:
@@ -127,9 +129,9 @@ def _is_same(found: Any, value: Any) -> bool:
     return found == value
 
 
-def _present(module: nn.Module) -> frozenset[str]:
+def _present(module: nn.Module) -> set[str]:
     places = module._parameters, module._modules, module._buffers
-    return frozenset(name for place in places for name, value in place.items() if value is not None)
+    return {name for place in places for name, value in place.items() if value is not None}
 
 
 @functools.cache

@@ -91,9 +91,13 @@ def _have_settings(module: nn.Module, block: MoEBlock) -> bool:
         return False
     if not isinstance(experts, nn.ModuleList) or len(experts) != block.experts.number:
         return False
-    if torch.compiler.is_compiling() and not all(_has_forward(each, block) for each in experts._modules.values()):
-        return False
-    return settings is None or all(_is_as_it_was(expert, settings) for expert in experts._modules.values())
+    compiling = torch.compiler.is_compiling()
+    for expert in experts._modules.values() if compiling or settings is not None else ():
+        if compiling and not _has_forward(expert, block):
+            return False
+        if settings is not None and not _is_as_it_was(expert, settings):
+            return False
+    return True
 
 
 def _has_forward(expert: Any, block: MoEBlock) -> bool:
@@ -108,7 +112,10 @@ def _has_forward(expert: Any, block: MoEBlock) -> bool:
 
 def _is_as_it_was(expert: Any, settings: Settings) -> bool:
     """Tell whether an expert has its settings, and nobody sees the calls of what is not called."""
-    return has_settings(expert, settings) and not any(has_hooks(expert._modules[name]) for name, _ in settings.children)
+    for name, _ in settings.children:
+        if has_hooks(expert._modules.get(name)):
+            return False
+    return has_settings(expert, settings)
 
 
 class _Roles:

@@ -9,7 +9,31 @@ from torch.nn import functional as F
 from ._common.modules import Layer as _Layer
 from .expert_layers import ClampedExperts, FlatExperts, ScaledTokensMoEBlock, experts_forward
 from .experts.expert_lists import fusable_experts, fused_listed_experts
-from .routers.router_layers import *
+from .routers.router_layers import (
+    BiasedSoftmaxTopKRouter,
+    CorrectedSoftmaxTopKRouter,
+    GroupedSoftmaxTopKRouter,
+    GroupedSoftmaxTopKRouterNarrow,
+    GroupedSoftmaxTopKRouterNormalised,
+    SigmoidScatterRouter,
+    SigmoidTopKRouter,
+    SigmoidTopKRouterGivenBias,
+    SigmoidTopKRouterLinear,
+    SigmoidTopKRouterMultiplied,
+    SigmoidTopKRouterNarrow,
+    SigmoidTopKRouterNarrowGivenBias,
+    SigmoidTopKRouterNormalised,
+    SigmoidTopKRouterSoftcapped,
+    SigmoidTopKRouterUnbiased,
+    SigmoidTopKRouterUngrouped,
+    SoftmaxTopKRouter,
+    SoftmaxTopKRouterFloat32,
+    SoftmaxTopKRouterInFloat32,
+    SoftmaxTopKRouterLinear,
+    SoftmaxTopKRouterUnnormalised,
+    TopKRouter,
+    TopKSoftmaxRouter,
+)
 from .routers.softmax_topk import softmax_top_k
 
 

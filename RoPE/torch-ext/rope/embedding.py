@@ -18,102 +18,102 @@ from torch import Tensor, nn
 
 from ._common.checkpoints import unseen_by_checkpoints
 from ._common.derivatives import is_transformed
-from ._common.modules import Layer as _Layer
+from ._common.modules import Layer
 from .one_token import Pair, note_cos_sin
 
 
-class RotaryEmbedding(_Layer):
+class RotaryEmbedding(Layer):
     """Makes cos and sin of ``[θ0, θ1, ..., θ0, θ1, ...]``, as Llama does, in the dtype of x."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _cos_sin(self, x, position_ids, x.dtype)
 
 
-class RotaryEmbeddingFloat32(_Layer):
+class RotaryEmbeddingFloat32(Layer):
     """Makes cos and sin of ``[θ0, θ1, ..., θ0, θ1, ...]`` in float32 whatever x is, as Olmo does."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _cos_sin(self, x, position_ids, torch.float32)
 
 
-class RotaryEmbeddingByType(_Layer):
+class RotaryEmbeddingByType(Layer):
     """Makes what :class:`RotaryEmbedding` does of the frequencies of a type of layer, as Gemma 3 does."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> Pair:
         return _cos_sin(self, x, position_ids, x.dtype, layer_type=layer_type)
 
 
-class RotaryEmbeddingByTypeFloat32(_Layer):
+class RotaryEmbeddingByTypeFloat32(Layer):
     """Makes what :class:`RotaryEmbeddingByType` does in float32 whatever x is, as Olmo 3 does."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> Pair:
         return _cos_sin(self, x, position_ids, torch.float32, layer_type=layer_type)
 
 
-class RotaryEmbeddingOfAnyType(_Layer):
+class RotaryEmbeddingOfAnyType(Layer):
     """Makes what :class:`RotaryEmbedding` does, and takes a type of layer that it does not use, as ESM does."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Pair:
         return _cos_sin(self, x, position_ids, x.dtype)
 
 
-class RotaryEmbeddingLearned(_Layer):
+class RotaryEmbeddingLearned(Layer):
     """Makes what :class:`RotaryEmbedding` does of frequencies times ``exp(alpha)``, as Mistral Large 4 does."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _cos_sin(self, x, position_ids, x.dtype, _twice_learned)
 
 
-class RotaryEmbeddingTrained(_Layer):
+class RotaryEmbeddingTrained(Layer):
     """Makes what :class:`RotaryEmbeddingLearned` does, with alpha's gradient, as transformers has it from 5.24 on."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _cos_sin(self, x, position_ids, x.dtype, _twice_learned, trains=True)
 
 
-class RotaryEmbeddingInterleaved(_Layer):
+class RotaryEmbeddingInterleaved(Layer):
     """Makes cos and sin of ``[θ0, θ0, θ1, θ1, ...]``, as Cohere does, in the dtype of x."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _cos_sin(self, x, position_ids, x.dtype, _each_twice)
 
 
-class RotaryEmbeddingHalfWidth(_Layer):
+class RotaryEmbeddingHalfWidth(Layer):
     """Makes cos and sin of each angle once, ``[B, S, F]``, as gpt-oss does, in the dtype of x."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _cos_sin(self, x, position_ids, x.dtype, _once)
 
 
-class RotaryEmbeddingHalfWidthByType(_Layer):
+class RotaryEmbeddingHalfWidthByType(Layer):
     """Makes what :class:`RotaryEmbeddingHalfWidth` does of a type of layer's frequencies, as DeepSeek-V4 does."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Pair:
         return _cos_sin(self, x, position_ids, x.dtype, _once, layer_type)
 
 
-class RotaryEmbeddingComposed(_Layer):
+class RotaryEmbeddingComposed(Layer):
     """Makes cos and sin of positions of time, height and width, ``[3, B, S]`` or ``[B, S]``, as Qwen3-VL does."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _cos_sin(self, x, position_ids.expand(3, -1, -1), x.dtype, _composed)
 
 
-class RotaryEmbeddingComposedFloat32(_Layer):
+class RotaryEmbeddingComposedFloat32(Layer):
     """Makes what :class:`RotaryEmbeddingComposed` does in float32 whatever x is, as Ernie 4.5 VL does."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _cos_sin(self, x, position_ids.expand(3, -1, -1), torch.float32, _composed)
 
 
-class RotaryEmbeddingComposedBySections(_Layer):
+class RotaryEmbeddingComposedBySections(Layer):
     """Makes what :class:`RotaryEmbeddingComposed` does of a dimension for each section, as HunYuan-VL does."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _cos_sin(self, x, position_ids.expand(len(self.mrope_section), -1, -1), x.dtype, _composed)
 
 
-class RotaryEmbeddingComposedByType(_Layer):
+class RotaryEmbeddingComposedByType(Layer):
     """Makes what :class:`RotaryEmbeddingComposed` does of a type of layer's frequencies and sections."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Pair:
@@ -121,21 +121,21 @@ class RotaryEmbeddingComposedByType(_Layer):
         return _cos_sin(self, x, position_ids, x.dtype, lambda *given: _composed(*given, layer_type), layer_type)
 
 
-class RotaryEmbeddingOfRowsByType(_Layer):
+class RotaryEmbeddingOfRowsByType(Layer):
     """Makes cos and sin of rows and columns, ``[2, B, S]`` or ``[B, S]``, of a type of layer's frequencies."""
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Pair:
         return _cos_sin(self, x, position_ids.expand(2, -1, -1), x.dtype, _composed, layer_type)
 
 
-class RotaryEmbeddingOfPatches(_Layer):
+class RotaryEmbeddingOfPatches(Layer):
     """Makes cos and sin of the rows and columns of patches, ``[T, 2]``, as Pixtral does, in the dtype of x."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:
         return _cos_sin(self, x, position_ids, x.dtype, _composed)
 
 
-class RotaryEmbeddingOfPatchesFloat32(_Layer):
+class RotaryEmbeddingOfPatchesFloat32(Layer):
     """Makes what :class:`RotaryEmbeddingOfPatches` does in float32 whatever x is, as Qwen2-VL's tower does."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Pair:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._common.modules import Layer as _Layer
+from ._common.modules import Layer
 from .one_token import Pair
 from .rotate_qk import rotate_qk
 from .rotation import check, check_complex, each_twice, first_half, rotate, rotate_complex, rotate_part
 
 
-class RotaryPosEmbInterleaved(_Layer):
+class RotaryPosEmbInterleaved(Layer):
     """Rotates by cos and sin that hold each angle twice in a row, as BLT does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         return rotate_qk(q, k, cos, sin, unsqueeze_dim, interleaved=True)
 
 
-class RotaryPosEmbInterleavedFloat32(_Layer):
+class RotaryPosEmbInterleavedFloat32(Layer):
     """Rotates as :class:`RotaryPosEmbInterleaved` in float32, and gives both in the dtype of q, as Cohere does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
@@ -27,7 +27,7 @@ class RotaryPosEmbInterleavedFloat32(_Layer):
         return rotate(q, cos, sin, True, True).to(q.dtype), rotate(k, cos, sin, True, True).to(q.dtype)
 
 
-class RotaryPosEmbInterleavedPartial(_Layer):
+class RotaryPosEmbInterleavedPartial(Layer):
     """Rotates as much of a head as cos is wide, as GLM-4V does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
@@ -36,7 +36,7 @@ class RotaryPosEmbInterleavedPartial(_Layer):
         return rotate_part(q, cos, sin, True), rotate_part(k, cos, sin, True)
 
 
-class RotaryPosEmbInterleavedRepeated(_Layer):
+class RotaryPosEmbInterleavedRepeated(Layer):
     """Rotates by the angles in the first half of cos and sin, as Helium does; the second half is not used."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
@@ -45,7 +45,7 @@ class RotaryPosEmbInterleavedRepeated(_Layer):
         return rotate(q, cos, sin, True), rotate(k, cos, sin, True)
 
 
-class RotaryPosEmbInterleavedRepeatedFloat32(_Layer):
+class RotaryPosEmbInterleavedRepeatedFloat32(Layer):
     """Rotates as :class:`RotaryPosEmbInterleavedRepeated` in float32, and gives the dtype of q, as ERNIE 4.5 does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
@@ -54,7 +54,7 @@ class RotaryPosEmbInterleavedRepeatedFloat32(_Layer):
         return rotate(q, cos, sin, True, True).to(q.dtype), rotate(k, cos, sin, True, True).to(q.dtype)
 
 
-class RotaryPosEmbInterleavedRepeatedPartial(_Layer):
+class RotaryPosEmbInterleavedRepeatedPartial(Layer):
     """Rotates as :class:`RotaryPosEmbInterleavedRepeated` as much of a head as cos is wide, as GLM-4 does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
@@ -63,7 +63,7 @@ class RotaryPosEmbInterleavedRepeatedPartial(_Layer):
         return rotate_part(q, cos, sin, True), rotate_part(k, cos, sin, True)
 
 
-class RotaryPosEmbInterleavedHalfWidth(_Layer):
+class RotaryPosEmbInterleavedHalfWidth(Layer):
     """Rotates by cos and sin that hold each angle once, ``[B, S, D/2]``, as OpenAI's privacy filter does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
@@ -72,7 +72,7 @@ class RotaryPosEmbInterleavedHalfWidth(_Layer):
         return rotate(q, cos, sin, True), rotate(k, cos, sin, True)
 
 
-class RotaryPosEmbInterleavedTail(_Layer):
+class RotaryPosEmbInterleavedTail(Layer):
     """Rotates the last values of a head, twice as many as cos is wide, in float32, as DeepSeek V4 does."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
@@ -85,7 +85,7 @@ class RotaryPosEmbInterleavedTail(_Layer):
         return torch.cat((rest, rotate(part, cos, sin, True, True).to(x.dtype)), -1)
 
 
-class RotaryPosEmbEveryTwo(_Layer):
+class RotaryPosEmbEveryTwo(Layer):
     """Rotates one tensor ``[B, S, N, D]`` by ``[B, S, D/2]``, and takes sin before cos, as GPT-J does."""
 
     def forward(self, tensor: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class RotaryPosEmbEveryTwo(_Layer):
         return rotate(tensor, each_twice(cos)[:, :, None, :], each_twice(sin)[:, :, None, :], True)
 
 
-class RotaryPosEmbPairwise(_Layer):
+class RotaryPosEmbPairwise(Layer):
     """Rotates in float32 by cos and sin that broadcast as they are, and keeps both dtypes, as SAM 3 does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
@@ -101,7 +101,7 @@ class RotaryPosEmbPairwise(_Layer):
         return rotate(q, cos, sin, True, True).to(q.dtype), rotate(k, cos, sin, True, True).to(k.dtype)
 
 
-class VisionRotaryPosEmbPairwise(_Layer):
+class VisionRotaryPosEmbPairwise(Layer):
     """Rotates ``[..., S, N, D]`` by ``[S, D]`` in float32, and keeps both dtypes, as Inkling 2's tower does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
@@ -110,7 +110,7 @@ class VisionRotaryPosEmbPairwise(_Layer):
         return rotate(q, cos, sin, True, True).to(q.dtype), rotate(k, cos, sin, True, True).to(k.dtype)
 
 
-class RotaryEmbComplex(_Layer):
+class RotaryEmbComplex(Layer):
     """Multiplies ``[B, N, S, D]`` with complex ``[B, S, D/2]`` in float32, keeping dtypes, as DeepSeek V2 does."""
 
     def forward(self, xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
@@ -118,7 +118,7 @@ class RotaryEmbComplex(_Layer):
         return rotate_complex((xq, xk), freqs_cis.unsqueeze(1).to(xq.device))
 
 
-class RotaryEmbComplexBySequence(_Layer):
+class RotaryEmbComplexBySequence(Layer):
     """Multiplies ``[B, S, N, D]`` with complex ``[B, S, D/2]``, as Llama 4 does."""
 
     def forward(self, xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> Pair:
@@ -126,7 +126,7 @@ class RotaryEmbComplexBySequence(_Layer):
         return rotate_complex((xq, xk), freqs_cis[:, :, None, :])
 
 
-class VisionRotaryEmbComplex(_Layer):
+class VisionRotaryEmbComplex(Layer):
     """Multiplies with complex numbers of each patch, ``[S, ..., D/2]``, as the vision tower of Llama 4 does."""
 
     def forward(self, query: Tensor, key: Tensor, freqs_ci: Tensor) -> Pair:
@@ -136,7 +136,7 @@ class VisionRotaryEmbComplex(_Layer):
         return rotate_complex((query, key), freqs_ci.view(shape).to(query.device))
 
 
-class RotaryPosEmbDeinterleaved(_Layer):
+class RotaryPosEmbDeinterleaved(Layer):
     """Takes pairs of neighbours and gives halves, as DeepSeek V3 does. The first half of cos holds the angles."""
 
     def forward(
@@ -153,7 +153,7 @@ class RotaryPosEmbDeinterleaved(_Layer):
         return rotate(_deinterleaved(q), cos, sin), rotate(_deinterleaved(k), cos, sin)
 
 
-class RotaryPosEmbDeinterleavedOptionalKey(_Layer):
+class RotaryPosEmbDeinterleavedOptionalKey(Layer):
     """Rotates as :class:`RotaryPosEmbDeinterleaved`, and gives None for k if there is none, as Mistral Large 4 does."""
 
     def forward(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:

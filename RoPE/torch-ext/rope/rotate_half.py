@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 
 from ._common.derivatives import is_transformed
-from ._common.modules import Layer as _Layer
+from ._common.modules import Layer
 from .functional import apply_multimodal_rotary_pos_emb, apply_rotary_pos_emb
 from .one_token import Pair, rotate_one_token
 from .rotate_qk import rotate_qk
 from .rotation import check, rotate, rotate_part
 
 
-class RotaryPosEmb(_Layer):
+class RotaryPosEmb(Layer):
     """Computes ``x * cos + rotate_half(x) * sin`` in the dtype that x and cos promote to, as Llama does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         return rotate_qk(q, k, cos, sin, unsqueeze_dim)
 
 
-class RotaryPosEmbCastBack(_Layer):
+class RotaryPosEmbCastBack(Layer):
     """Rotates, and gives q and k in their own dtypes, as Olmo 2 does, whose cos and sin are float32."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
@@ -28,7 +28,7 @@ class RotaryPosEmbCastBack(_Layer):
         return q_rotated.to(q.dtype), k_rotated.to(k.dtype)
 
 
-class RotaryPosEmbFloat32(_Layer):
+class RotaryPosEmbFloat32(Layer):
     """Rotates in float32, and gives both in the dtype of q, as ModernBERT does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
@@ -37,7 +37,7 @@ class RotaryPosEmbFloat32(_Layer):
         return rotate(q, cos, sin, float32=True).to(q.dtype), rotate(k, cos, sin, float32=True).to(q.dtype)
 
 
-class RotaryPosEmbTablesInFloat32(_Layer):
+class RotaryPosEmbTablesInFloat32(Layer):
     """Rotates as :class:`RotaryPosEmbFloat32`, and casts float64 cos and sin to float32, as HunYuan-VL does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
@@ -46,14 +46,14 @@ class RotaryPosEmbTablesInFloat32(_Layer):
         return rotate(q, cos, sin, float32=True).to(q.dtype), rotate(k, cos, sin, float32=True).to(q.dtype)
 
 
-class RotaryPosEmbReversed(_Layer):
+class RotaryPosEmbReversed(Layer):
     """Rotates by the negative angle, as NanoChat does, whose ``rotate_half`` is ``[x2, -x1]``."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
         return apply_rotary_pos_emb(q, k, cos, -sin, unsqueeze_dim)
 
 
-class RotaryPosEmbHalfWidth(_Layer):
+class RotaryPosEmbHalfWidth(Layer):
     """Rotates by cos and sin that hold each angle once, ``[B, S, D/2]``, as gpt-oss does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
@@ -65,7 +65,7 @@ class RotaryPosEmbHalfWidth(_Layer):
         return apply_rotary_pos_emb(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1), unsqueeze_dim)
 
 
-class RotaryPosEmbPartial(_Layer):
+class RotaryPosEmbPartial(Layer):
     """Rotates as much of a head as cos is wide, as GPT-NeoX and Phi-3 do."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
@@ -74,7 +74,7 @@ class RotaryPosEmbPartial(_Layer):
         return rotate_part(q, cos, sin), rotate_part(k, cos, sin)
 
 
-class RotaryPosEmbPartialPositions(_Layer):
+class RotaryPosEmbPartialPositions(Layer):
     """Rotates as :class:`RotaryPosEmbPartial`, and takes ``position_ids`` without using it, as GLM-ASR does."""
 
     def forward(
@@ -91,7 +91,7 @@ class RotaryPosEmbPartialPositions(_Layer):
         return rotate_part(q, cos, sin), rotate_part(k, cos, sin)
 
 
-class RotaryPosEmbPartialOptionalKey(_Layer):
+class RotaryPosEmbPartialOptionalKey(Layer):
     """Rotates as :class:`RotaryPosEmbPartial`, and q alone if there is no k, as Qwen4-Exp does."""
 
     def forward(
@@ -108,7 +108,7 @@ class RotaryPosEmbPartialOptionalKey(_Layer):
         return rotated if k is None else (rotated, rotate_part(k, cos, sin))
 
 
-class RotaryPosEmbLastQueries(_Layer):
+class RotaryPosEmbLastQueries(Layer):
     """Rotates q that has the last of the positions of k and cos, as Muse Glimmer's assistant does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Pair:
@@ -118,7 +118,7 @@ class RotaryPosEmbLastQueries(_Layer):
         return rotate(q, cos[..., -last:, :], sin[..., -last:, :]), rotate(k, cos, sin)
 
 
-class RotaryPosEmbPatches(_Layer):
+class RotaryPosEmbPatches(Layer):
     """Rotates the last positions, as many as cos has, and passes those before through, as DINOv3 does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **kwargs) -> Pair:
@@ -135,7 +135,7 @@ class RotaryPosEmbPatches(_Layer):
         return torch.cat((q_first, rotate(q_rest, cos, sin)), -2), torch.cat((k_first, rotate(k_rest, cos, sin)), -2)
 
 
-class RotaryPosEmbSingle(_Layer):
+class RotaryPosEmbSingle(Layer):
     """Rotates one tensor, as Gemma 4 does."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Tensor:
@@ -143,7 +143,7 @@ class RotaryPosEmbSingle(_Layer):
         return rotate(x, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
 
 
-class VisionRotaryPosEmb(_Layer):
+class VisionRotaryPosEmb(Layer):
     """Rotates ``[S, N, D]`` by ``[S, D]`` in float32, and gives q and k in their own dtypes, as Qwen2-VL does."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
@@ -152,7 +152,7 @@ class VisionRotaryPosEmb(_Layer):
         return rotate(q, cos, sin, float32=True).to(q.dtype), rotate(k, cos, sin, float32=True).to(k.dtype)
 
 
-class VisionRotaryPosEmbPartial(_Layer):
+class VisionRotaryPosEmbPartial(Layer):
     """Rotates ``[S, N, D]`` or ``[B, S, N, D]`` by ``[S, R]``, as much of a head as cos is wide, as MiniMax-M3-VL."""
 
     def forward(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
@@ -163,7 +163,7 @@ class VisionRotaryPosEmbPartial(_Layer):
         return rotate_part(q, cos, sin), rotate_part(k, cos, sin)
 
 
-class MultimodalRotaryPosEmb(_Layer):
+class MultimodalRotaryPosEmb(Layer):
     """Rotates by cos and sin of time, height and width, ``[3, B, S, D]``, as Qwen2-VL did in earlier releases."""
 
     def forward(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._common.autocast import autocast_dtype, without_autocast
-from .._common.modules import Layer as _Layer
+from .._common.modules import Layer
 from ..module_guards import is_intercepted, is_replaced
 from .grouped_topk import gating_top_k
 from .router_product import float32_logits
@@ -16,7 +16,7 @@ from .softmax_topk import softmax_top_k
 Routed = tuple[Tensor, Tensor, Tensor]
 
 
-class SoftmaxTopKRouter(_Layer):
+class SoftmaxTopKRouter(Layer):
     """Chooses experts by softmax, as Qwen3-MoE does: divides by the sum unless ``norm_topk_prob`` is false.
 
     The forward takes ``[..., H]`` and gives logits ``[T, E]``, weights ``[T, k]`` in their dtype and indices, int64
@@ -28,14 +28,14 @@ class SoftmaxTopKRouter(_Layer):
         return logits, weights.to(logits.dtype), experts
 
 
-class SoftmaxTopKRouterFloat32(_Layer):
+class SoftmaxTopKRouterFloat32(Layer):
     """Chooses experts by softmax, with weights that stay in float32, as Mixtral does."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
         return _by_softmax(self, hidden_states)
 
 
-class SigmoidTopKRouter(_Layer):
+class SigmoidTopKRouter(Layer):
     """Chooses experts by sigmoid, bias and groups in float32, as DeepSeek-V3, GLM-4-MoE and Kimi do.
 
     The forward takes ``[..., H]`` and gives logits and weights in float32, and indices, int64. Weights are divided by
@@ -56,7 +56,7 @@ class SigmoidTopKRouter(_Layer):
         return logits, weights, experts
 
 
-class SigmoidTopKRouterUngrouped(_Layer):
+class SigmoidTopKRouterUngrouped(Layer):
     """Does the same where ``num_group`` is None, as AXK2 may have it; its groups are another formula."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
@@ -67,7 +67,7 @@ class SigmoidTopKRouterUngrouped(_Layer):
         return logits, *gating_top_k(logits, self.top_k, bias, renormalise=divides, scale=scale)
 
 
-class SigmoidTopKRouterGivenBias(_Layer):
+class SigmoidTopKRouterGivenBias(Layer):
     """Chooses experts by sigmoid and a bias that it is given, in float32, as HYV3 does."""
 
     def forward(self, hidden_states: Tensor, e_score_correction_bias: Tensor) -> Routed:
@@ -77,21 +77,21 @@ class SigmoidTopKRouterGivenBias(_Layer):
         return logits, *gating_top_k(logits, self.top_k, e_score_correction_bias, scale=self.router_scaling_factor)
 
 
-class SigmoidTopKRouterNarrow(_Layer):
+class SigmoidTopKRouterNarrow(Layer):
     """Chooses experts by sigmoid and bias, with logits in the dtype of the weight, as MiniMax-M3 and Step-3.7 do."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
         return _by_narrow_sigmoid(self, hidden_states, self.e_score_correction_bias)
 
 
-class SigmoidTopKRouterNarrowGivenBias(_Layer):
+class SigmoidTopKRouterNarrowGivenBias(Layer):
     """Does the same with a bias that it is given, as MiniMax-M2 does."""
 
     def forward(self, hidden_states: Tensor, e_score_correction_bias: Tensor) -> Routed:
         return _by_narrow_sigmoid(self, hidden_states, e_score_correction_bias)
 
 
-class SigmoidTopKRouterUnbiased(_Layer):
+class SigmoidTopKRouterUnbiased(Layer):
     """Chooses experts by sigmoid alone, in float32 under autocast too, as Flint does."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
@@ -101,7 +101,7 @@ class SigmoidTopKRouterUnbiased(_Layer):
         return logits, *gating_top_k(logits, self.top_k, renormalise=self.norm_topk_prob, epsilon=0.0)
 
 
-class SigmoidTopKRouterLinear(_Layer):
+class SigmoidTopKRouterLinear(Layer):
     """Chooses experts by sigmoid and a bias that it is given, with a linear layer as its gate, as AFMoE does.
 
     The forward takes ``[B, S, H]``.
@@ -112,7 +112,7 @@ class SigmoidTopKRouterLinear(_Layer):
         return logits, *gating_top_k(logits, self.top_k, expert_bias, scale=self.route_scale)
 
 
-class SigmoidTopKRouterSoftcapped(_Layer):
+class SigmoidTopKRouterSoftcapped(Layer):
     """Chooses experts by sigmoid and bias, of logits that a tanh bounds, as Laguna does."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
@@ -123,7 +123,7 @@ class SigmoidTopKRouterSoftcapped(_Layer):
         return logits, weights.to(hidden_states.dtype), experts
 
 
-class SigmoidTopKRouterMultiplied(_Layer):
+class SigmoidTopKRouterMultiplied(Layer):
     """Chooses experts by sigmoid and bias, of logits times ``output_multiplier``, as Muse Spark does."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
@@ -135,7 +135,7 @@ class SigmoidTopKRouterMultiplied(_Layer):
         return logits, *gating_top_k(logits, self.top_k, bias, scale=scale, epsilon=epsilon)
 
 
-class SigmoidTopKRouterNormalised(_Layer):
+class SigmoidTopKRouterNormalised(Layer):
     """Chooses experts by sigmoid and bias, in float32, with weights that are always divided, as Inkling 2 does."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
@@ -147,7 +147,7 @@ class SigmoidTopKRouterNormalised(_Layer):
         return logits, *gating_top_k(logits, self.top_k, bias, scale=scale)
 
 
-class GroupedSoftmaxTopKRouter(_Layer):
+class GroupedSoftmaxTopKRouter(Layer):
     """Chooses experts by softmax, by ``topk_method`` among the groups with the best ones, as DeepSeek-V2 does."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
@@ -168,7 +168,7 @@ class GroupedSoftmaxTopKRouter(_Layer):
         return logits, weights, experts
 
 
-class GroupedSoftmaxTopKRouterNormalised(_Layer):
+class GroupedSoftmaxTopKRouterNormalised(Layer):
     """Chooses experts by softmax in float32 among the groups with the best two, as Mistral Large 4 does."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
@@ -176,7 +176,7 @@ class GroupedSoftmaxTopKRouterNormalised(_Layer):
         return logits, *_among_groups(self, logits, renormalise=True)
 
 
-class GroupedSoftmaxTopKRouterNarrow(_Layer):
+class GroupedSoftmaxTopKRouterNarrow(Layer):
     """Does the same with logits in the dtype of the model, unless ``norm_topk_prob`` is false, as Mistral 4 does."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
@@ -184,7 +184,7 @@ class GroupedSoftmaxTopKRouterNarrow(_Layer):
         return logits, *_among_groups(self, logits, renormalise=self.norm_topk_prob)
 
 
-class BiasedSoftmaxTopKRouter(_Layer):
+class BiasedSoftmaxTopKRouter(Layer):
     """Chooses experts by softmax and bias in float32, with weights that are not divided, as LongCat-Flash does."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
@@ -194,7 +194,7 @@ class BiasedSoftmaxTopKRouter(_Layer):
         return logits, weights, experts
 
 
-class CorrectedSoftmaxTopKRouter(_Layer):
+class CorrectedSoftmaxTopKRouter(Layer):
     """Chooses experts by softmax and bias, and divides by their sum or ``norm_min``, as Ernie 4.5 does."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
@@ -208,7 +208,7 @@ class CorrectedSoftmaxTopKRouter(_Layer):
         return logits, weights.to(hidden_states.dtype), experts
 
 
-class SoftmaxTopKRouterUnnormalised(_Layer):
+class SoftmaxTopKRouterUnnormalised(Layer):
     """Chooses experts by softmax, with weights that are not divided by their sum, as Jamba does."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
@@ -217,7 +217,7 @@ class SoftmaxTopKRouterUnnormalised(_Layer):
         return logits, weights.to(hidden_states.dtype), experts
 
 
-class SoftmaxTopKRouterInFloat32(_Layer):
+class SoftmaxTopKRouterInFloat32(Layer):
     """Chooses experts by the softmax of logits in float32, with weights in the dtype of x, as LaraMini does."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
@@ -226,7 +226,7 @@ class SoftmaxTopKRouterInFloat32(_Layer):
         return logits, weights.to(hidden_states.dtype), experts
 
 
-class SoftmaxTopKRouterLinear(_Layer):
+class SoftmaxTopKRouterLinear(Layer):
     """Chooses experts by softmax, with a linear layer as its gate, as HunYuan does."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
@@ -236,7 +236,7 @@ class SoftmaxTopKRouterLinear(_Layer):
         return logits, weights.to(logits.dtype), experts
 
 
-class TopKSoftmaxRouter(_Layer):
+class TopKSoftmaxRouter(Layer):
     """Chooses experts by their logits, and weighs them by the softmax of the chosen ones, as Granite MoE does.
 
     Logits are compared before they are cast to float32, which does not change their order; the softmax of a narrower
@@ -249,7 +249,7 @@ class TopKSoftmaxRouter(_Layer):
         return logits.float(), chosen.softmax(dim=-1).type_as(hidden_states), experts
 
 
-class TopKRouter(_Layer):
+class TopKRouter(Layer):
     """Chooses experts by their logits, and weighs them as ``expert_selection_fn`` says, as Cohere 2 MoE does."""
 
     def forward(self, hidden_states: Tensor) -> Routed:
@@ -260,7 +260,7 @@ class TopKRouter(_Layer):
         return logits, chosen.softmax(dim=-1).to(hidden_states.dtype), experts
 
 
-class SigmoidScatterRouter(_Layer):
+class SigmoidScatterRouter(Layer):
     """Gives the sigmoid of the chosen logits among zeros, and all logits, as Llama 4 does."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:

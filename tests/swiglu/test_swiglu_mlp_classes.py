@@ -132,3 +132,20 @@ def test_an_activation_that_changes_in_a_swapped_mlp_is_the_one_that_computes(na
             member = next(n for n in ("act", "act_fn", "activation_fn") if hasattr(module, n))
             setattr(module, member, activation)
         swapping.assert_agree(results(device, x.npu()), results(original, x), 2e-6)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV4MLP", "FalconH1MLP"])
+def test_numbers_that_a_gate_is_clamped_or_scaled_by_are_none_of_the_sizes_that_a_graph_takes(name: str) -> None:
+    """To 2e-6 of the norm, as float32 rounds."""
+    originals = [instance(named(name), "silu") for _ in range(2)]
+    devices, lengths = swapping.swapped(*originals), (5, 9)
+    torch._dynamo.reset()
+    compiled = torch.compile(nn.Sequential(*devices), backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in lengths:
+        x = inputs(originals[0])[:, :1].repeat(1, length, 1)
+        theirs, ours = x.clone().requires_grad_(), x.npu().requires_grad_()
+        expected, found = nn.Sequential(*originals)(theirs), compiled(ours)
+        expected.square().sum().backward()
+        found.square().sum().backward()
+        for a, b in ((found, expected), (ours.grad, theirs.grad)):
+            assert (a.detach().cpu() - b.detach()).norm() <= 2e-6 * b.detach().norm()

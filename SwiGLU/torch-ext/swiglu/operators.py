@@ -142,7 +142,7 @@ class _ClippedSwiGLU(torch.autograd.Function):
         alpha, limit, *_ = ctx.options
         if by_formula(grad):
             found = gradients(lambda x: clipped_swiglu_in_torch(x.float(), *ctx.options), (gate_up,), (True,), grad)[0]
-        elif limit == NO_LIMIT:
+        elif limit > 1e38:  # NO_LIMIT, by a number that has no name: a compiler would take that for an input
             found = _scaled_gradient(grad, gate_up, alpha)
         else:
             found = clipped_swiglu_gradient(grad, gate_up, *ctx.options)
@@ -156,6 +156,10 @@ def clipped_swiglu_fused(
 
     With an ``alpha`` of 1 it is the SwiGLU of DeepSeek-V4, which every release of torch_npu has operators for.
     """
+    if torch.compiler.is_compiling():  # a graph of any sizes would take any numbers, too, which the operator does not
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+        alpha, limit, offset = guard_scalar(alpha), guard_scalar(limit), guard_scalar(offset)
     if torch.is_grad_enabled() and gate_up.requires_grad:
         return _ClippedSwiGLU.apply(gate_up, alpha, limit, offset, interleaved)
     return _launch_clipped(gate_up, alpha, limit, offset, interleaved)

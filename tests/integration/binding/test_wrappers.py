@@ -309,8 +309,8 @@ def test_a_model_that_keeps_its_kernels_keeps_its_wrappers_when_its_mode_changes
     [
         ("qwen3", "Qwen3RMSNorm", False),
         ("qwen3", "Linear", False),  # the head, which defers its logits
-        ("qwen3", "Qwen3Model", False),
-        ("qwen3", "Qwen3DecoderLayer", False),
+        pytest.param("qwen3", "Qwen3Model", False, marks=pytest.mark.long),
+        pytest.param("qwen3", "Qwen3DecoderLayer", False, marks=pytest.mark.long),
         ("qwen3", "Qwen3Attention", True),  # layers of one input
         ("qwen3", "Linear", True),  # of peft
         ("qwen3_next", "Qwen3NextGatedDeltaNet", False),  # whose kernel takes heads that are not repeated

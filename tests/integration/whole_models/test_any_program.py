@@ -238,7 +238,15 @@ def test_each_model_is_served(tmp_path: Path, variant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "acts"), FOUND, ids=[f"{variant}: {', '.join(act for act, *_ in acts)}" for variant, acts in FOUND]
+    ("variant", "acts"),
+    [
+        pytest.param(
+            *each,
+            marks=pytest.mark.long if number % 2 else (),  # all together take half a minute
+            id=f"{each[0]}: {', '.join(act for act, *_ in each[1])}",
+        )
+        for number, each in enumerate(FOUND)
+    ],
 )
 def test_what_programs_have_found(tmp_path: Path, variant: str, acts: list[tuple[Any, ...]]) -> None:
     with closing(Program(variant, tmp_path)) as program:

@@ -36,6 +36,7 @@ from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, forward_owner
 from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.distribution import kernels_internals
+from kernels_ext_npu.matching.fingerprint import class_methods, compared_methods
 from kernels_ext_npu.matching.lookup import find_pattern
 
 _EMPTY = CellType()
@@ -170,7 +171,9 @@ def _replace_forward(serves: Callable[[nn.Module, str], bool], module: nn.Module
     elif serves(module, name):
         pattern = find_pattern(type(module))
         holds = None if pattern is None else pattern.holds
-        put(module, step_aside.guarded_forward(forward, _below_wrappers(module), holds))  # type: ignore[arg-type]
+        names = compared_methods(type(module), type(module).forward)  # type: ignore[arg-type]
+        methods = class_methods(type(module), names) if names else ()
+        put(module, step_aside.guarded_forward(forward, _below_wrappers(module), holds, methods))  # type: ignore[arg-type]
 
 
 def _unpickle(original: Callable, module: nn.Module, state: Any) -> None:

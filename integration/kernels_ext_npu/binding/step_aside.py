@@ -19,12 +19,16 @@ from torch import nn
 
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_forward, class_name, marked
 
+_METHODS = "_kernels_methods"  # attribute of our forwards: the methods with which that of the class was matched
 _REFUSALS = (AttributeError, LookupError, TypeError, ValueError)  # what layers raise for arguments they do not take
 
 
 @functools.cache
 def guarded_forward(
-    forward: FunctionType, matched: FunctionType, holds: Callable[[Any], bool] | None = None
+    forward: FunctionType,
+    matched: FunctionType,
+    holds: Callable[[Any], bool] | None = None,
+    methods: tuple[tuple[str, Any], ...] = (),
 ) -> FunctionType:
     """Wrap a layer's forward so that it falls back to the class's where that changed, or a guard or the layer refuses.
 
@@ -32,6 +36,7 @@ def guarded_forward(
         forward: that of the layer.
         matched: the forward of the class that was matched, after whose parameters callers name their arguments.
         holds: the guard, asked of the module in each call; None if there is none.
+        methods: those of the class that it was matched with, by their names.
     """
     parameters = list(inspect.signature(forward).parameters.values())
     if any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in parameters):
@@ -42,7 +47,7 @@ def guarded_forward(
     @functools.wraps(forward)
     def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_more = args[most:] or (kwargs and not kwargs.keys() <= names.keys())
-        is_other = type(self).forward is not matched or is_more
+        is_other = type(self).forward is not matched or is_more or (methods and not _has_methods(type(self), methods))
         if is_other or (holds is not None and not holds(self)):
             return class_forward(self, guarded, matched)(self, *args, **kwargs)
         try:
@@ -56,6 +61,7 @@ def guarded_forward(
 
     guarded.__code__ = _own_code(guarded.__code__, matched)  # type: ignore[attr-defined]
     setattr(guarded, MATCHED, matched)
+    setattr(guarded, _METHODS, methods)
     return marked(guarded, class_name(forward))  # type: ignore[arg-type]
 
 
@@ -69,6 +75,15 @@ def _own_code(code: CodeType, matched: FunctionType) -> CodeType:
 
 
 def is_outdated(module: nn.Module) -> bool:
-    """Tell whether a module has such a forward, and its class has another one than was matched."""
-    function = getattr(module.__dict__.get("forward"), "__func__", None)
-    return getattr(function, MATCHED, type(module).forward) is not type(module).forward
+    """Tell whether a module has such a forward, and its class has another one, or other methods, than was matched."""
+    function, cls = getattr(module.__dict__.get("forward"), "__func__", None), type(module)
+    return getattr(function, MATCHED, cls.forward) is not cls.forward or not _has_methods(
+        cls, getattr(function, _METHODS, ())
+    )
+
+
+def _has_methods(cls: type, methods: tuple[tuple[str, Any], ...]) -> bool:
+    for name, value in methods:  # noqa: SIM110  torch.compile traces no generator in all()
+        if getattr(cls, name, None) is not value:
+            return False
+    return True

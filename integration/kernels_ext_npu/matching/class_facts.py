@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -50,8 +50,10 @@ class ClassFacts(NamedTuple):
 
 
 @functools.cache
-def class_facts(cls: type[nn.Module], forward: object, mark: str | None) -> ClassFacts:
-    """Return what there is to know of a class that has this forward and this mark of `kernels` now."""
+def class_facts(
+    cls: type[nn.Module], forward: object, mark: str | None, methods: tuple[tuple[str, Any], ...]
+) -> ClassFacts:
+    """Return what there is to know of a class that has this forward, mark of `kernels`, and methods now."""
     pattern, kind = find_pattern(cls), classify_class(cls)
     return ClassFacts(
         pattern=pattern,

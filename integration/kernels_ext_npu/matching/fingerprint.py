@@ -17,6 +17,7 @@ import hashlib
 import inspect
 import sys
 import zlib
+from collections.abc import Collection
 from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
@@ -50,9 +51,12 @@ def fingerprint(what: object) -> str | None:
     """
     if isinstance(what, type):
         forward = getattr(what, "forward", None)
-        return _fingerprint(forward, (), what) if isinstance(forward, FunctionType) else None
+        if not isinstance(forward, FunctionType):
+            return None
+        methods = compared_methods(what, forward)
+        return _fingerprint(forward, (), what, class_methods(what, methods) if methods else ())
     original = original_function(what)
-    return None if original is None else _fingerprint(original, allowed_decorators(what), None)
+    return None if original is None else _fingerprint(original, allowed_decorators(what), None, ())
 
 
 def computes_as(what: object, other: object) -> bool:
@@ -85,6 +89,11 @@ def compared_methods(cls: type, _: FunctionType) -> frozenset[str]:
     return frozenset([name for name in names if isinstance(inspect.getattr_static(cls, name, None), FunctionType)])
 
 
+def class_methods(cls: type, names: Collection[str]) -> tuple[tuple[str, Any], ...]:
+    """Return methods by their names, as a class has them now."""
+    return tuple([(name, getattr(cls, name)) for name in sorted(names)])
+
+
 def names_hash(what: object) -> str:
     """Return a hash of the attributes and global names in the code of a forward or a function.
 
@@ -109,7 +118,9 @@ def _names(what: object) -> frozenset[str]:
 
 
 @cache
-def _fingerprint(function: FunctionType, decorators: tuple[str, ...], cls: type | None) -> str | None:
+def _fingerprint(
+    function: FunctionType, decorators: tuple[str, ...], cls: type | None, _: tuple[tuple[str, Any], ...]
+) -> str | None:
     texts: list[str] = []
     functions = [function]
     by_name = set() if cls else {function}  # what is called with the names of its parameters

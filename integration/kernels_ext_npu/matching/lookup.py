@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from kernels_ext_npu.matching.fingerprint import compared_methods
+from kernels_ext_npu.matching.fingerprint import class_methods, compared_methods
 from kernels_ext_npu.matching.known_forwards import known_name
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.transformers_internals import original_function, package_function
 
-_found: dict[object, Pattern | None] = {}  # by (class, its forward), since libraries replace forwards; or by function
+# by class, its forward and its methods, since libraries replace these; or by function
+_found: dict[object, Pattern | None] = {}
 
 
 def find_pattern(what: object) -> Pattern | None:
@@ -23,6 +24,8 @@ def find_pattern(what: object) -> Pattern | None:
     It is None if no pattern matches.
     """
     key: Any = (what, getattr(what, "forward", None)) if isinstance(what, type) else original_function(what)
+    if isinstance(what, type) and key[1] is not None and (methods := compared_methods(what, key[1])):
+        key = *key, class_methods(what, methods)
     if key is None:
         return None
     if key not in _found:

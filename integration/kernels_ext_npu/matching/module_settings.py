@@ -20,6 +20,7 @@ from kernels_ext_npu.matching.source_tree import code_names
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 _LIBRARIES = ("torch", "transformers", "builtins", "math")
 _OWN_TO_TORCH = {*vars(nn.Module()), "training"}
+_MODULE_METHODS = vars(nn.Module).keys()
 
 
 class Settings(NamedTuple):
@@ -30,8 +31,9 @@ class Settings(NamedTuple):
     members: tuple[tuple[str, Any], ...]  # numbers, strings and the like, of the module or of its class
     absent: frozenset[str]  # what its code may look for, and the module does not have
     present: frozenset[str]  # the parameters and children that it has
+    methods: tuple[tuple[str, Any], ...]  # of the class, and what else it computes when it is asked
     children: tuple[tuple[str, Settings], ...] = ()
-    constants: tuple[tuple[FunctionType, str, Any], ...] = ()  # who reads them, their names and values
+    constants: tuple[tuple[FunctionType, str, Any], ...] = ()  # who reads them, their names and values; functions too
 
 
 def read_settings(module: nn.Module, tensors: Collection[str] = ()) -> Settings | None:
@@ -60,9 +62,15 @@ def read_settings(module: nn.Module, tensors: Collection[str] = ()) -> Settings 
     constants = tuple(
         (function, path, value)
         for function, path in _globals_read(cls, cls.forward)  # type: ignore[arg-type]
-        if _is_plain(value := _read_global(function, path))
+        if isinstance(value := _read_global(function, path), (FunctionType, *_PLAIN))
     )
-    return Settings(cls, cls.forward, frozen, absent, frozenset(_present(module)), (*children.items(),), constants)  # type: ignore[arg-type]
+    methods = tuple(
+        (name, getattr(cls, name))
+        for name, value in sorted(on_class.items())
+        if isinstance(value, (FunctionType, staticmethod, property)) and name not in _MODULE_METHODS
+    )
+    present = frozenset(_present(module))
+    return Settings(cls, cls.forward, frozen, absent, present, methods, (*children.items(),), constants)  # type: ignore[arg-type]
 
 
 def has_settings(module: Any, settings: Settings) -> bool:
@@ -74,6 +82,9 @@ def has_settings(module: Any, settings: Settings) -> bool:
         name, _, inner = path.partition(".")
         found = members[name] if name in members else getattr(settings.cls, name, None)
         if not _is_same(getattr(found, inner, None) if inner else found, value):
+            return False
+    for name, method in settings.methods:
+        if getattr(settings.cls, name, None) is not method:
             return False
     for function, path, value in settings.constants:
         if not _is_same(_read_global(function, path), value):
@@ -159,8 +170,9 @@ def _globals_read(cls: type[nn.Module], _: Any) -> tuple[tuple[FunctionType, str
         read = code_names(function.__code__)
         for name in sorted(read & names.keys()):
             value = names[name]
-            if isinstance(value, FunctionType) and value not in waiting:
-                waiting.append(value)
+            if isinstance(value, FunctionType):
+                found.append((function, name))
+                waiting += [value] if value not in waiting else []
             elif _is_plain(value):
                 found.append((function, name))
             elif is_config(value) or (isinstance(value, (type, ModuleType)) and not _is_fixed(value)):

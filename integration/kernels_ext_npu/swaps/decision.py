@@ -24,6 +24,7 @@ from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import ROTARY
 from kernels_ext_npu.matching.class_facts import class_facts
 from kernels_ext_npu.matching.computed import NotRecognised, Recognised
+from kernels_ext_npu.matching.fingerprint import class_methods, compared_methods
 from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.swaps import refusals
@@ -78,7 +79,9 @@ class View:
         for _, module in self.named:
             self.by_class.setdefault(type(module), []).append(module)
         marks = {cls: getattr(cls, "kernel_layer_name", None) for cls in self.by_class}
-        self.facts = {cls: class_facts(cls, cls.forward, mark) for cls, mark in marks.items()}  # type: ignore[arg-type]
+        compared = {cls: compared_methods(cls, cls.forward) for cls in marks}  # type: ignore[arg-type]
+        methods = {cls: class_methods(cls, names) if names else () for cls, names in compared.items()}
+        self.facts = {cls: class_facts(cls, cls.forward, mark, methods[cls]) for cls, mark in marks.items()}  # type: ignore[arg-type]
 
     def instances(self, classes: Collection[type[nn.Module]]) -> list[tuple[str, nn.Module]]:
         """Return the modules of some classes, with their paths, in the order of the model."""

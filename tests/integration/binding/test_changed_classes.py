@@ -11,6 +11,8 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.xlstm.modeling_xlstm import xLSTMRMSNorm
 
 import kernels_ext_npu
 from kernels_ext_npu.binding import forward_binding
@@ -153,6 +155,26 @@ def test_a_forward_that_a_class_gets_later_computes_from_the_next_call_on(subtes
         with subtests.test(change.__name__), torch.no_grad():
             looks = train_without_dropout, kernels_ext_npu.restore, kernels_ext_npu.kernelize
             assert_counts(change, kind, (original, model), partial(output, name=name), *looks)
+
+
+@pytest.mark.parametrize(("cls", "name"), [(GemmaRMSNorm, "_norm"), (xLSTMRMSNorm, "_rms_normalize")])
+def test_a_helper_that_a_class_gets_later_computes_from_the_next_call_on(monkeypatch, cls: Any, name: str) -> None:
+    """To 2e-6 of the norm, as float32 rounds."""
+    plain, x = cls(32), torch.randn(2, 6, 32)
+    model = kernels_ext_npu.kernelize(nn.ModuleDict({"part": copy.deepcopy(plain)}).to("npu"))
+    (row,) = kernels_ext_npu.report(model)
+    assert row.swapped
+    helper = getattr(cls, name)
+    monkeypatch.setattr(cls, name, lambda self, x: helper(self, x).flip(-1))
+    expected = plain(x)
+    assert (model["part"](x.npu()).cpu() - expected).norm() <= 2e-6 * expected.norm()
+    (row,) = kernels_ext_npu.report(model)
+    assert not row.swapped
+    kernels_ext_npu.kernelize(model)
+    assert "forward" not in vars(model["part"])
+    monkeypatch.undo()
+    (row,) = kernels_ext_npu.report(kernels_ext_npu.kernelize(model))
+    assert row.swapped
 
 
 @pytest.mark.parametrize("change", CHANGES)

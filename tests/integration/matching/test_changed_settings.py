@@ -154,6 +154,32 @@ def test_what_a_configuration_says_later_is_seen(registered) -> None:
     torch.testing.assert_close(norm(x), OlmoNorm.forward(norm, x))
 
 
+def test_a_method_that_its_class_gets_later_is_called(registered, monkeypatch) -> None:
+    model = kernels_ext_npu.kernelize(Block(MetaNorm()).to("npu"))
+    x = torch.randn(2, 5, WIDTH, device="npu")
+    assert launched(lambda: model(x)) == 1
+    monkeypatch.setattr(MetaNorm, "_norm", lambda self, x: x)
+    torch.testing.assert_close(model(x), x * model.part.gain)
+    assert said(kernels_ext_npu.kernelize(model)) == [(None, False)]
+
+
+def scale(x):
+    return x.pow(2).mean(-1, keepdim=True)
+
+
+class NormByHelper(MetaNorm):
+    def forward(self, x):
+        return (x.float() * torch.rsqrt(scale(x.float()) + 1e-6)).type_as(x) * self.gain
+
+
+def test_a_function_that_its_file_gets_later_is_called(registered, monkeypatch) -> None:
+    model = kernels_ext_npu.kernelize(Block(NormByHelper()).to("npu"))
+    x = torch.randn(2, 5, WIDTH, device="npu")
+    assert launched(lambda: model(x)) == 1
+    monkeypatch.setitem(globals(), "scale", lambda x: torch.ones_like(x[..., :1]))
+    torch.testing.assert_close(model(x), x * model.part.gain, rtol=1e-5, atol=1e-5)  # the eps is added to 1
+
+
 def test_a_bias_that_is_given_later_is_added(registered) -> None:
     model = kernels_ext_npu.kernelize(OlmoNorm().to("npu"))
     x = torch.randn(2, 5, WIDTH, device="npu")

@@ -47,7 +47,9 @@ def guarded_forward(
     @functools.wraps(forward)
     def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_more = args[most:] or (kwargs and not kwargs.keys() <= names.keys())
-        is_other = type(self).forward is not matched or is_more or (methods and not _has_methods(type(self), methods))
+        is_other = type(self).forward is not matched or is_more
+        for method, value in methods:  # here, since to ask a function takes longer
+            is_other = is_other or getattr(type(self), method, None) is not value
         if is_other or (holds is not None and not holds(self)):
             return class_forward(self, guarded, matched)(self, *args, **kwargs)
         try:
@@ -77,13 +79,6 @@ def _own_code(code: CodeType, matched: FunctionType) -> CodeType:
 def is_outdated(module: nn.Module) -> bool:
     """Tell whether a module has such a forward, and its class has another one, or other methods, than was matched."""
     function, cls = getattr(module.__dict__.get("forward"), "__func__", None), type(module)
-    return getattr(function, MATCHED, cls.forward) is not cls.forward or not _has_methods(
-        cls, getattr(function, _METHODS, ())
-    )
-
-
-def _has_methods(cls: type, methods: tuple[tuple[str, Any], ...]) -> bool:
-    for name, value in methods:  # noqa: SIM110  torch.compile traces no generator in all()
-        if getattr(cls, name, None) is not value:
-            return False
-    return True
+    if getattr(function, MATCHED, cls.forward) is not cls.forward:
+        return True
+    return any(getattr(cls, name, None) is not value for name, value in getattr(function, _METHODS, ()))

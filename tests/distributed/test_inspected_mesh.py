@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def run(folder: Path, sizes: dict[str, int]) -> dict[tuple[str, str], Happened]:
             kernels_ext_npu.kernelize(model)
         for phase in ("forward", "step"):
             count(model, ids, phase)  # makes buffers
-            happened[name, phase] = count(model, ids, phase)
+            # a thread of gloo may hold what a collective took for a moment after it has ended: the peak is the least
+            happened[name, phase] = min((count(model, ids, phase) for _ in range(5)), key=attrgetter("peak"))
     kernels_ext_npu.restore(model)
     kernels_ext_npu.unregister()
     return happened

@@ -42,12 +42,9 @@ _SHOWN: dict[str, Any] = {"show_empty": True} if sys.version_info >= (3, 13) els
 
 
 def fingerprint(what: object) -> str | None:
-    """Return the fingerprint of a class's forward, or of a function: the same text in all versions of Python.
+    """Return the fingerprint of a class, a function, or the module that `kernels` made of one.
 
-    It is None if the source cannot be read.
-
-    Args:
-        what: a class, a function, or the module that `kernels` made of one.
+    It is the same in all versions of Python, and None if the source cannot be read.
     """
     if isinstance(what, type):
         forward = getattr(what, "forward", None)
@@ -177,9 +174,8 @@ def _normalised(tree: ast.FunctionDef, function: FunctionType, cls: type | None,
                 node.id = f"function {functions.index(called)}"
         elif isinstance(node, ast.Name) and node.id in function.__globals__:
             objects.add(f"{node.id}={_describe(function.__globals__[node.id])}")
-    return (
-        f"{ast.dump(tree, **_SHOWN).replace(', type_params=[]', '')} {sorted(objects)}"  # which Python has since 3.12
-    )
+    dumped = ast.dump(tree, **_SHOWN).replace(", type_params=[]", "")  # which Python has since 3.12
+    return f"{dumped} {sorted(objects)}"
 
 
 def _describe(value: object) -> str:

@@ -2,18 +2,28 @@
 
 Each is there by where transformers has it, ``file:name``, with ``@5.22`` behind it where another release has something
 else under that name. Whatever has the same fingerprint, in whatever file, computes the same.
-``scripts/known_forwards.py`` writes those of the installed release.
+``scripts/known_forwards.py`` writes those of the installed release. The classes of torch have none: they are what the
+installed torch has.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kernels_ext_npu.matching.fingerprint import fingerprint, is_experts_class, names_hash
+from torch import nn
+
+from kernels_ext_npu.matching.fingerprint import (
+    class_methods,
+    compared_methods,
+    fingerprint,
+    is_experts_class,
+    names_hash,
+)
 
 FILE = Path(__file__).with_suffix(".json")
 # what transformers' decorator makes of a class, which says itself what it computes: it has no fingerprint
@@ -23,10 +33,14 @@ _MODULES = {"torch": "torch.nn", "activations": "transformers.activations"}
 
 def known_name(what: object) -> str | None:
     """Return the name of what computes the same as a class or a function does; None where it is not known."""
-    if isinstance(what, type) and is_experts_class(what):
-        return EXPERTS
-    names = _by_names_hash().get(names_hash(what))  # the source of most is never read
-    return None if names is None else names.get(fingerprint(what) or "")
+    if isinstance(what, type):
+        if is_experts_class(what):
+            return EXPERTS
+        if (own := _torchs_own().get(getattr(what, "forward", None))) is not None:
+            names = compared_methods(own, own.forward)  # type: ignore[arg-type]
+            return f"torch:{own.__name__}" if class_methods(what, names) == class_methods(own, names) else None
+    known = _by_names_hash().get(names_hash(what))  # the source of most is never read
+    return None if known is None else known.get(fingerprint(what) or "")
 
 
 def known_original(name: str) -> Any:
@@ -62,6 +76,13 @@ def find_named(name: str) -> Any:
         return getattr(module, attribute)
     except (AttributeError, ImportError) as error:
         raise LookupError(f"the installed transformers has nothing at {name}") from error
+
+
+@cache
+def _torchs_own() -> dict[Any, type[nn.Module]]:
+    """Return the classes of torch that are known, by their forwards, but for those that somebody has replaced."""
+    found: dict[Any, type[nn.Module]] = {cls.forward: cls for cls in (nn.Conv2d, nn.Conv3d, nn.RMSNorm, nn.Sigmoid)}
+    return {each: cls for each, cls in found.items() if each.__globals__ is vars(sys.modules[cls.__module__])}
 
 
 @cache

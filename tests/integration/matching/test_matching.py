@@ -179,10 +179,23 @@ def test_every_known_forward_is_of_this_release_or_of_another_and_is_found_as_it
 def test_every_pattern_has_a_fingerprint_and_no_two_are_of_the_same_forward() -> None:
     known = json.loads(FILE.read_text())
     patterns = [*PATTERNS, *(each for each in FUNCTION_PATTERNS if not each.sibling_functions)]
-    assert {each.name for each in patterns} <= known.keys() | {"qwen3_moe:Qwen3MoeExperts"}
+    others = {"qwen3_moe:Qwen3MoeExperts", "torch:Conv2d", "torch:Conv3d", "torch:RMSNorm"}
+    assert {each.name for each in patterns} <= known.keys() | others
     assert len({each.name for each in patterns}) == len(patterns)
     fingerprints = [each for found in known.values() for each in found]
     assert len(set(fingerprints)) == len(fingerprints)
+
+
+class Averaging(nn.Conv2d):
+    """Convolves by torch's forward, and by a method of its own that this calls."""
+
+    def _conv_forward(self, input, weight, bias):
+        return super()._conv_forward(input, weight, bias).mean(1, keepdim=True)
+
+
+def test_classes_of_torch_are_known_with_the_methods_that_they_have_there() -> None:
+    assert find_pattern(type("Child", (nn.Conv2d,), {})).layers == ("PatchEmbedding",)
+    assert find_pattern(Averaging) is None
 
 
 class Named(nn.Module):

@@ -115,7 +115,7 @@ MECHANISMS = (
     ),
     Mechanism(
         "layers with one input computed together",
-        ("swaps/linear/linear_groups.py", "matching/shared_input_scan.py"),
+        ("swaps/linear/linear_groups.py", "syntax/shared_inputs.py"),
         acts=ADAPTED,
         off=((f"{_SWAPS}.linear.lora:_current_layers", _nothing),),
     ),
@@ -133,14 +133,14 @@ MECHANISMS = (
     ),
     Mechanism(
         "heads that share a key not repeated",
-        ("swaps/shared_heads.py", "matching/repeated_heads_scan.py"),
+        ("swaps/shared_heads.py", "syntax/repeated_heads.py"),
         acts=(FORWARD, STEP),
         off=((f"{_SWAPS}.finders:FINDERS", _all_but("shared heads")),),
         models=("Qwen3-Next-80B-A3B",),
     ),
     Mechanism(
         "sums with the norm behind them",
-        ("swaps/add_norm_fusion.py", "matching/residual_scan.py"),
+        ("swaps/add_norm_fusion.py", "syntax/residuals.py"),
         acts=(TOKEN,),
         off=((f"{_SWAPS}.finders:FINDERS", _all_but("sums and norms")),),
     ),

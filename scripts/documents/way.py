@@ -50,7 +50,7 @@ WAY = (
             "swaps.layers:find",
             "matching.lookup:find_pattern",
             "matching.known_forwards:known_name",
-            "matching.by_running:recognise",
+            "recognition.modules:recognise",
         ),
     ),
     Step(
@@ -69,7 +69,7 @@ WAY = (
         "shared heads",
         "Layers that repeat queries and keys for heads that share them, as transformers writes it before a gated delta "
         "rule, hand them to the kernel as they are.",
-        ("swaps.shared_heads:find", "matching.repeated_heads_scan:without_repeats"),
+        ("swaps.shared_heads:find", "syntax.repeated_heads:without_repeats"),
     ),
     Step(
         "attention",
@@ -101,7 +101,7 @@ WAY = (
     Step(
         "sums and norms",
         "During decoding, the residual sums behind attention and MLP are fused with the norms that follow.",
-        ("swaps.add_norm_fusion:put", "matching.residual_scan:find_sums", "matching.residual_scan:layer_loop"),
+        ("swaps.add_norm_fusion:put", "syntax.residuals:find_sums", "syntax.residuals:layer_loop"),
     ),
     Step(
         "call",

@@ -1,1 +1,6 @@
-../../torch-ext/rope/__init__.py
+"""Rotary position embedding for Huawei Ascend NPUs: one fused operator a tensor, for inference and training."""
+
+from . import layers
+from .functional import apply_multimodal_rotary_pos_emb, apply_rotary_pos_emb, rotary_mul
+
+__all__ = ["apply_multimodal_rotary_pos_emb", "apply_rotary_pos_emb", "layers", "rotary_mul"]

@@ -20,7 +20,7 @@ from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.patches import Patches
-from kernels_ext_npu.matching.source_tree import function_source
+from kernels_ext_npu.syntax.source_tree import function_source
 
 # SHA-256 of the methods that these were written from: `update` of both classes in transformers 5.20.2 to 5.22.2, and
 # `update_indexer` in 5.22.2

@@ -1,1 +1,1 @@
-"""Match classes and functions of transformers with patterns, and classify those that match none."""
+"""Match classes and functions with patterns by their fingerprints, and classify those that match none."""

@@ -16,9 +16,9 @@ from kernels_ext_npu.matching.classification import (
 )
 from kernels_ext_npu.matching.fingerprint import is_experts_class
 from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
-from kernels_ext_npu.matching.indexer_scan import indexer_rewriter
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.pattern import Pattern
+from kernels_ext_npu.syntax.indexers import indexer_rewriter
 
 _RUN = (NORMS, MLPS, ACTIVATIONS)  # kinds by which classes of transformers are known without a pattern
 

@@ -20,10 +20,10 @@ from torch import nn
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, Kind
 from kernels_ext_npu.matching.fingerprint import computes_as
-from kernels_ext_npu.matching.indexer_scan import indexer_rewriter
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.matching.source_tree import code_names, function_tree
 from kernels_ext_npu.reasons import Reason
+from kernels_ext_npu.syntax.indexers import indexer_rewriter
+from kernels_ext_npu.syntax.source_tree import code_names, function_tree
 from kernels_ext_npu.transformers_internals import is_kernel_function, original_function
 
 COUNTED = "5.24.0"  # the newest release of transformers that is supported, which unsupported.json is about

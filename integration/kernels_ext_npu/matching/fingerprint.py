@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
-from kernels_ext_npu.matching.source_tree import code_names, function_tree
+from kernels_ext_npu.syntax.source_tree import code_names, function_tree
 from kernels_ext_npu.transformers_internals import (
     RENAMES,
     allowed_decorators,

@@ -1,7 +1,7 @@
 """Fused add and norm in decoding: a residual sum and the norm behind it in one launch.
 
 A decoding step costs the host its launches, and two thirds of those that only add are followed by a norm. The forward
-of such layers is rewritten (matching/residual_scan.py). The rewritten one runs where a layer decodes one token a
+of such layers is rewritten (syntax/residuals.py). The rewritten one runs where a layer decodes one token a
 sequence without gradients; otherwise that of its class does.
 
 Each layer also norms its own result for the next layer, where the model's forward only passes it on. The normed tensor
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from kernels_ext_npu.binding import registration, step_aside
 from kernels_ext_npu.binding.forward_binding import bound_layer, bound_package
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_forward, forward_owner, set_forward
-from kernels_ext_npu.matching.residual_scan import LayerLoop, Sums, find_sums, layer_loop
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
+from kernels_ext_npu.syntax.residuals import LayerLoop, Sums, find_sums, layer_loop
 
 REPOSITORY = "RMSNorm"
 # the layers that the operator can fuse with a sum

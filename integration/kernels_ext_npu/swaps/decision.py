@@ -23,15 +23,15 @@ from kernels_ext_npu.binding.loaded_kernels import OWNER, set_forward
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import ROTARY
 from kernels_ext_npu.matching.class_facts import class_facts
-from kernels_ext_npu.matching.computed import NotRecognised, Recognised
 from kernels_ext_npu.matching.fingerprint import class_methods, compared_methods
 from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
+from kernels_ext_npu.recognition.computed import NotRecognised, Recognised
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.transformers_internals import original_function
 
 if TYPE_CHECKING:
-    from kernels_ext_npu.matching.rotations_by_running import Rotation
+    from kernels_ext_npu.recognition.rotations.functions import Rotation
 
 
 LIBRARIES = ("torch.", "transformers.")  # whose classes and functions are no other people's code
@@ -127,7 +127,7 @@ class View:
         classes = [cls for cls, facts in self.facts.items() if facts.is_run]
         if not classes:
             return {}
-        from kernels_ext_npu.matching.by_running import recognise  # models of transformers do without
+        from kernels_ext_npu.recognition.modules import recognise  # models of transformers do without
 
         found = {module: recognise(module) for _, module in self.instances(classes)}
         return {module: what for module, what in found.items() if what is not None}
@@ -141,7 +141,7 @@ class View:
         unknown = {callee: function for callee, function in others.items() if find_pattern(function) is None}
         if not unknown:
             return {}
-        from kernels_ext_npu.matching.rotations_by_running import find_rotation  # models of transformers do without
+        from kernels_ext_npu.recognition.rotations.functions import find_rotation  # models of transformers do without
 
         found = {callee: find_rotation(function) for callee, function in unknown.items()}
         return {callee: rotation for callee, rotation in found.items() if rotation is not None}

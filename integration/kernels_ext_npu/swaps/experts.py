@@ -151,7 +151,7 @@ def remarks(view: View, served: list[Decision]) -> dict[Decision, str | None]:
 def _remark(decision: Decision) -> str | None:
     module = decision.module
     if decision.present in WITH_LISTS:
-        if bound_package(module) is None or awaits_weights():  # of other people's code, swaps/moe_blocks.py has them
+        if bound_package(module) is None or awaits_weights():  # swaps/recognised/ has other people's
             return None
         reason = bound_package(module).expert_lists.unfit(module)
         return reason and f"expert by expert, since {reason}"

@@ -37,7 +37,7 @@ from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 from kernels_ext_npu.transformers_internals import is_kernel_function, original_function, package_function
 
 if TYPE_CHECKING:
-    from kernels_ext_npu.matching.rotations_by_running import Rotation
+    from kernels_ext_npu.recognition.rotations.functions import Rotation
 
 ROTATION = "rotation"  # owner, and attribute, of the forwards of functions that were found by running them
 _ROTATES = LAYERS[ROTARY.layers[0]]  # the repository of functions that rotate
@@ -164,7 +164,7 @@ def _bound_rotation(function: nn.Module) -> Rotation | None:
 
 def _bind_rotation(function: nn.Module, rotation: Rotation, active: Registration) -> None:
     """Bind the forward that rotates by the kernel to the module of a function that was found by running it."""
-    from kernels_ext_npu.swaps.rotations import make_forward  # models of transformers do without
+    from kernels_ext_npu.swaps.recognised.rotations import make_forward  # models of transformers do without
 
     active.function_layers[function] = rotation.layer
     if _bound_rotation(function) is not rotation:

@@ -26,10 +26,10 @@ from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, Kind
 from kernels_ext_npu.distribution import kernels_internals, sources
 from kernels_ext_npu.matching.classification import PROJECTIONS, classify_instance, has_gated_projections
-from kernels_ext_npu.matching.computed import NotRecognised
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.reasons import Reason
+from kernels_ext_npu.recognition.computed import NotRecognised
 from kernels_ext_npu.swaps import experts, refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 

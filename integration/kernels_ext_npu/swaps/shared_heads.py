@@ -1,7 +1,7 @@
 """Grouped heads of gated delta rules: queries and keys are not repeated for the value heads that share them.
 
 Up to transformers 5.22 layers repeat them before they call the rule. Where our kernel computes the rule these lines are
-left out (matching/repeated_heads_scan.py), since it supports grouped heads. Functions are swapped for the whole
+left out (syntax/repeated_heads.py), since it supports grouped heads. Functions are swapped for the whole
 process, so each call checks that the kernel is still in place.
 """
 
@@ -20,8 +20,8 @@ from kernels_ext_npu.binding.forward_binding import bound_layer
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_forward
 from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.matching.repeated_heads_scan import without_repeats
 from kernels_ext_npu.swaps.decision import Decision, Finder, View, bind_forwards
+from kernels_ext_npu.syntax.repeated_heads import without_repeats
 
 REPOSITORY = "LinearAttention"
 _SHARING = ("ChunkGatedDeltaRule", "FusedRecurrentGatedDeltaRule")  # layers that take fewer heads of queries and keys

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from kernels_ext_npu.binding.devices import check_is_module
-from kernels_ext_npu.matching.indexer_scan import indexer_rewriter
 from kernels_ext_npu.swaps.attention import indexers, mla_absorb
+from kernels_ext_npu.syntax.indexers import indexer_rewriter
 
 _NO_BACKWARD = -1
 _AT_A_TIME = 1024  # absorbed queries in memory

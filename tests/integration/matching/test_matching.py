@@ -16,12 +16,12 @@ from transformers.models.olmo.modeling_olmo import OlmoRotaryEmbedding as Table
 from transformers.utils.deprecation import deprecate_kwarg
 
 from kernels_ext_npu.catalogue import ACTIVATIONS, LAYER_NORMS, MLPS, NORMS
-from kernels_ext_npu.matching.by_running import recognise
 from kernels_ext_npu.matching.classification import UNSUPPORTED, attention_refusal
 from kernels_ext_npu.matching.fingerprint import fingerprint
 from kernels_ext_npu.matching.known_forwards import FILE, is_installed, known_name
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.collection import FUNCTION_PATTERNS, PATTERNS
+from kernels_ext_npu.recognition.modules import recognise
 from kernels_ext_npu.selftest.layers.layer_cases import MODULES
 from kernels_ext_npu.selftest.layers.moe_blocks_v4 import BLOCKS, reworded
 from kernels_ext_npu.selftest.layers.other_releases import ORIGINALS

@@ -6,9 +6,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import kernels_ext_npu
-from kernels_ext_npu.matching.repeated_heads_scan import without_repeats
 from kernels_ext_npu.swaps import functions
 from kernels_ext_npu.swaps.decision import View
+from kernels_ext_npu.syntax.repeated_heads import without_repeats
 from tests.support import npu_counts, zoo
 from tests.support.nearness import assert_gradients_near, assert_near, gradients
 from tests.support.served import kernelized

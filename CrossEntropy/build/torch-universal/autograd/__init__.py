@@ -1,1 +1,1 @@
-../../../torch-ext/cross_entropy/autograd/__init__.py
+"""Losses as nodes of autograd: what each keeps for its backward, and in which chunks it computes."""

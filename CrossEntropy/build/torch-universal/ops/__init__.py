@@ -1,1 +1,1 @@
-../../../torch-ext/cross_entropy/ops/__init__.py
+"""Formulas of losses and of their gradients, and the steps in which tokens and vocabulary are gone through."""

@@ -1,1 +1,1 @@
-../../../../common/__init__.py
+"""What several kernel repositories share: each has this folder in its package, as ``_common``."""

@@ -1,1 +1,1 @@
-../../../torch-ext/flash_attention/ops/__init__.py
+"""Attention operators of torch_npu with their limits and gradients, and the same attention in torch."""

@@ -1,1 +1,1 @@
-../../../torch-ext/flash_attention/sparse/__init__.py
+"""DeepSeek sparse attention: an indexer that chooses keys for each query, and attention to those."""

@@ -1,1 +1,1 @@
-../../../torch-ext/flash_attention/varlen/__init__.py
+"""Sequences of several lengths, packed one behind the other in memory."""

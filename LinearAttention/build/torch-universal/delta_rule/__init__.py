@@ -1,1 +1,1 @@
-../../../torch-ext/linear_attention/delta_rule/__init__.py
+"""Gated delta rules: in chunks for whole sequences, and token by token for steps of decoding."""

@@ -1,1 +1,1 @@
-../../../torch-ext/linear_attention/utils/__init__.py
+"""What several of the recurrences and convolutions need."""

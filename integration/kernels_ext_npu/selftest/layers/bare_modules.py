@@ -14,9 +14,9 @@ from transformers.activations import ACT2FN
 
 from kernels_ext_npu.matching.known_forwards import is_installed, known_original
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.matching.source_tree import code_names
 from kernels_ext_npu.patterns.collection import PATTERNS
 from kernels_ext_npu.selftest.layers.other_releases import ORIGINALS
+from kernels_ext_npu.syntax.source_tree import code_names
 from kernels_ext_npu.transformers_internals import original_function, undecorated
 
 Makers = Mapping[str, Callable[[], Any]]

@@ -158,7 +158,7 @@ def _remark(model: nn.Module, path: str, module: nn.Module) -> str | None:
     limit = eligibility.limit(module, *_dtype_and_softcap(module))
     if limit in (eligibility.IN_FLOAT64, eligibility.CAPPED, BIASED):  # with all scores in memory
         return f"in torch, {'where' if limit is BIASED else 'since'} {without_code(limit)}"
-    from kernels_ext_npu.matching.learned_mask_scan import has_learned_mask  # for reports alone
+    from kernels_ext_npu.syntax.learned_masks import has_learned_mask  # for reports alone
 
     is_added = not eligibility.is_eager_by_default(type(module.config)) and has_learned_mask(model, path)
     return LEARNED_BIAS if is_added and sdpa_drops_biases() else None

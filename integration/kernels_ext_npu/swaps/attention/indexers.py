@@ -16,10 +16,10 @@ from transformers.cache_utils import Cache, DynamicCache
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.devices import is_elsewhere
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
-from kernels_ext_npu.matching.indexer_scan import hands_on_indices, indexer_rewriter
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.attention import eligibility
+from kernels_ext_npu.syntax.indexers import hands_on_indices, indexer_rewriter
 from kernels_ext_npu.transformers_internals import cache_in, cache_parameter
 
 _LONG = 8192  # a prompt of more tokens is computed in parts

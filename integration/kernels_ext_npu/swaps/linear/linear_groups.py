@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.binding.loaded_kernels import class_forward, forward_owner, set_forward
-from kernels_ext_npu.matching.shared_input_scan import layers_of_one_input
 from kernels_ext_npu.swaps.decision import View
+from kernels_ext_npu.syntax.shared_inputs import layers_of_one_input
 
 LORA = "lora"  # the owner of forwards of layers with adapters
 _OWNER = "linear_groups"

@@ -24,7 +24,6 @@ from torch.nn.modules import dropout as dropouts
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.loaded_kernels import class_forward, forward_owner
 from kernels_ext_npu.catalogue import MLPS, PROJECTIONS
-from kernels_ext_npu.matching.source_tree import function_tree
 from kernels_ext_npu.module_state import TORCH_CALL, has_hooks
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import gate_up_layout, refusals
@@ -32,6 +31,7 @@ from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View, bin
 from kernels_ext_npu.swaps.linear import compressed_linear, linear_groups
 from kernels_ext_npu.swaps.linear.linear_groups import LORA
 from kernels_ext_npu.swaps.linear.plain_linear import WRAPPED, is_quantised, qualified_name, why_not_plain
+from kernels_ext_npu.syntax.source_tree import function_tree
 
 REPOSITORY = "Linear"
 NAME = "lora_linear"

@@ -13,9 +13,9 @@ from transformers import DynamicCache, StaticCache
 
 import kernels_ext_npu
 from kernels_ext_npu.catalogue import INDEXERS
-from kernels_ext_npu.matching.indexer_scan import hands_on_indices, indexer_rewriter
 from kernels_ext_npu.measuring.costs import Cost
 from kernels_ext_npu.swaps.attention import indexers
+from kernels_ext_npu.syntax.indexers import hands_on_indices, indexer_rewriter
 from tests.integration.swaps.attention.decoding_steps import KEYS, assert_same_steps, steps
 from tests.support.counted import counted
 from tests.support.nearness import assert_gradients_near, assert_near, gradients

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import kernels_ext_npu
-from kernels_ext_npu.matching.shared_input_scan import layers_of_one_input
+from kernels_ext_npu.syntax.shared_inputs import layers_of_one_input
 from tests.integration.swaps.linear.test_adapted_layers import NAMES, TOGETHER, Attention, X, assert_same, pair, reasons
 from tests.support import zoo
 

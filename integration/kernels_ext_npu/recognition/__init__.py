@@ -1,0 +1,1 @@
+"""What modules and functions of other people's code compute, found by running them."""

@@ -1,0 +1,60 @@
+"""What a module was found to compute: a layer, and what the layer reads, under the names that the layer has for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+from kernels_ext_npu.reasons import Reason
+
+if TYPE_CHECKING:
+    from kernels_ext_npu.catalogue import Kind
+    from kernels_ext_npu.recognition.module_settings import Settings
+    from kernels_ext_npu.recognition.moe_blocks.formulas import MoEBlock
+    from kernels_ext_npu.recognition.rotations.modules import RotatingModule
+    from kernels_ext_npu.recognition.routers.formulas import Router
+
+Steps = tuple["str | float", ...]  # children that are called one after the other; a number is the rate of a dropout
+
+
+class Computed(NamedTuple):
+    """What a module computes, in the terms of the layer that computes the same."""
+
+    layer: str
+    parameters: tuple[tuple[str, str | None], ...] = ()  # what the layer reads -> the name of that in the module
+    projections: tuple[tuple[str, str | None], ...] = ()  # the same; without a name it is what it gets
+    activation: nn.Module | None = None  # of layers that ask for it
+    numbers: tuple[tuple[str, Any], ...] = ()  # what the layer reads -> its value
+    ahead: Steps = ()  # what is called before the layer
+    between: tuple[str, Steps] | None = None  # what the layer calls, and the name that it has for it
+    behind: Steps = ()
+    casts_back: bool = False  # to the dtype of the first argument
+    wants_one_dtype: bool = False  # for arguments and parameters: in several the layer would round in another way
+    casts: bool = True  # what it computes: without, autocast decides the dtype of what is returned
+    returned: tuple[Any, ...] | None = None  # of what is returned, where the tensor is not all of it
+    refused: Reason | None = None  # why no layer takes its place
+    rotation: RotatingModule | None = None  # of a module that rotates
+    block: MoEBlock | None = None  # of a module that sends tokens to experts in a list
+    router: Router | None = None  # of a module that chooses experts
+
+
+class NotRecognised(NamedTuple):
+    """What a module does that no layer computes.
+
+    Attributes:
+        seen: what it was seen to do; the name of the operator where it calls one of torch_npu.
+        kind: what it is but for that; None where it may be anything.
+        calls_operator: whether it calls one.
+    """
+
+    seen: str
+    kind: Kind | None = None
+    calls_operator: bool = False
+
+
+class Recognised(NamedTuple):
+    """What a module computes, and for which settings that holds."""
+
+    computed: Computed
+    settings: Settings

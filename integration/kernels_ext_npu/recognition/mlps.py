@@ -1,0 +1,292 @@
+"""Gated MLPs that are found by running them: their layer, which projection is gate, up and down, and what is called."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import permutations, product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from kernels_ext_npu.catalogue import MLPS
+from kernels_ext_npu.reasons import Reason
+from kernels_ext_npu.recognition.computed import Computed, Steps
+from kernels_ext_npu.recognition.module_settings import is_linear, is_opaque, names_read, numbers
+from kernels_ext_npu.recognition.watched_runs import (
+    CLAMPS,
+    MAGNITUDES,
+    NotRecognisedError,
+    Watched,
+    are_same,
+    attempt,
+    autocast,
+    casts,
+    check_sizes,
+    stand_in,
+    taken_shapes,
+    takes,
+)
+from kernels_ext_npu.recognition.watched_runs import run as run_forward
+
+
+class _Leaf(nn.Module):
+    """Stands for a child that is called: it gives random numbers, and keeps them and what it was given."""
+
+    def __init__(self, noise: Tensor, child: nn.Module | None = None, sizes: tuple[int, int] | None = None) -> None:
+        super().__init__()
+        self.noise, self.child = noise, child  # None is a call of torch's dropout
+        self.sizes = sizes  # without, it keeps the width of its argument
+        self.seen: list[Tensor] = []
+        self.given: list[Tensor] = []
+        self.is_cast = False  # whether autocast was on when it was called
+
+    def forward(self, x: Tensor) -> Tensor:
+        takes, gives = self.sizes or (x.shape[-1], x.shape[-1])
+        if x.shape[-1] != takes:
+            raise ValueError(f"it takes {takes} values, and is given {x.shape[-1]}")
+        self.seen.append(x)
+        self.is_cast = all(casts())
+        base, slope = self.noise[:, :gives]
+        result = (base + slope * x.detach()[..., :1]).to(x.dtype)  # others for each token
+        self.given.append(result.requires_grad_(torch.is_grad_enabled()))
+        return result.clone()  # some write over it
+
+
+class _Dropouts(TorchFunctionMode):
+    """Makes a leaf of each call of torch's dropout function, which is named after its rate."""
+
+    def __init__(self, leaves: dict[Any, _Leaf], training: bool, noise: list[Tensor]) -> None:
+        super().__init__()
+        self.leaves, self.training, self.noise = leaves, training, noise
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is not F.dropout:
+            return function(*args, **kwargs)
+        given = dict(zip(("input", "p", "training", "inplace"), args)) | kwargs
+        if given["p"] == 0 or given["training"] is not self.training:
+            return function(*args, **kwargs)
+        return self.leaves.setdefault(float(given["p"]), _Leaf(self.noise.pop()))(given["input"])
+
+
+def _sizes(child: nn.Module) -> tuple[int, int] | None:
+    """Return how many values a child takes and gives for a token; None if it multiplies with no matrix."""
+    if is_linear(child):
+        return child.in_features, child.out_features  # type: ignore[return-value]
+    shapes = [parameter.shape for parameter in child._parameters.values() if parameter is not None]
+    matrices = [shape for shape in shapes if len(shape) == 2]
+    if len(matrices) != 1 or len(shapes) > 2 or child._modules or child._buffers:
+        return None
+    parameters = {name: None if p is None else p.detach().to("meta") for name, p in child._parameters.items()}
+    made = stand_in(child, {"_parameters": parameters})
+    for size in matrices[0]:  # which of both is written first differs
+        x = torch.zeros(1, 1, size, device="meta", dtype=next(p.dtype for p in child.parameters()))
+        found = attempt(type(child).forward, made, x)
+        if isinstance(found, Tensor) and found.shape == (1, 1, sum(matrices[0]) - size):
+            return size, found.shape[-1]
+    return None
+
+
+class _Formula(NamedTuple):
+    """What a layer computes of gate and up, and the numbers that it reads."""
+
+    layer: str
+    compute: Callable[[Tensor, Tensor], Tensor]
+    numbers: tuple[tuple[str, float], ...] = ()
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "SwiGLUMLP": F.silu,
+    "GeGLUMLP": partial(F.gelu, approximate="tanh"),
+    "ExactGeGLUMLP": F.gelu,
+}
+_GATE_LAST = Reason("no operator", "no operator: the gate is the second half, and the operator takes SiLU of the first")
+_HALVES = {"chunk", "split", "unbind", "narrow"}
+ACTIVATION_MODULES = {"SwiGLUMLP": nn.SiLU(), "GeGLUMLP": nn.GELU(approximate="tanh"), "ExactGeGLUMLP": nn.GELU()}
+_PLAIN = [_Formula(layer, lambda gate, up, act=act: act(gate) * up) for layer, act in _ACTIVATIONS.items()]  # type: ignore[misc]
+
+
+def _clamped(limit: float) -> _Formula:
+    return _Formula(
+        "ClampedSwiGLUMLP",
+        lambda gate, up: F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit),
+        (("limit", limit),),
+    )
+
+
+def _scaled(factor: float) -> _Formula:
+    return _Formula("ScaledSwiGLUMLP", lambda gate, up: F.silu(gate * factor) * up, (("gate_multiplier", factor),))
+
+
+def find_gated_mlp(module: nn.Module) -> Computed | None:
+    """Return the layer of a gated MLP, its projections, of which gate and up may be halves of one, and its dropouts.
+
+    The down projection may be elsewhere, and all of them.
+    """
+    opaque: dict[str, Any] = {name: child for name, child in module._modules.items() if is_opaque(child)}
+    sizes = {name: each for name, child in opaque.items() if (each := _sizes(child)) is not None}
+    if len(sizes) > 3 or any(each is not None for each in module._parameters.values()) or not takes(module, 1):
+        return None
+    names = names_read(type(module), type(module).forward)  # type: ignore[arg-type]
+    if len(sizes) < 2 and _HALVES.isdisjoint(names):
+        return None  # a module may be there for what else it does, and is not run for a try
+    widest, watch = max((each for pair in sizes.values() for each in pair), default=64), Watched(CLAMPS)
+
+    def run(x: Tensor, magnitude: float = 1.0, training: bool = False) -> tuple[dict[Any, _Leaf], Tensor]:
+        noise = [*(magnitude * torch.randn(len(opaque) + 4, 2, widest, dtype=torch.float64))]
+        leaves: dict[Any, _Leaf] = {name: _Leaf(noise.pop(), child, sizes.get(name)) for name, child in opaque.items()}
+        children = dict(leaves)
+        with _Dropouts(leaves, training, noise):
+            return leaves, run_forward(module, x, children=children, training=training, watch=watch)
+
+    for width, _ in collections.Counter(size for size, _ in sizes.values() or [(widest, 0)]).most_common():
+        shapes = taken_shapes(lambda *tokens, width=width: run(torch.randn(*tokens, width)))  # type: ignore[misc]
+        if shapes:
+            break
+    else:
+        return None
+    xs = [torch.randn(*tokens, width, dtype=torch.float64) for tokens in shapes]
+    wider = torch.randn(*shapes[0], 2 * width, dtype=torch.float64)
+    if not sizes and attempt(run, wider) is not None:  # nothing says that it is for one width
+        xs.append(wider)
+    with autocast(True):
+        watch.autocast = True
+        leaves, _ = run(xs[0])
+        watch.autocast = False
+    if not all(leaf.is_cast for leaf in leaves.values() if leaf.seen):  # by the layer they would be called with it
+        raise NotRecognisedError("it turns autocast off around what it calls")
+    watch.called.clear()
+    run(xs[0])
+    clamps = sum(name in CLAMPS for name in watch.called)
+    written = {float(number) for number in numbers(module) if 0 < abs(number) < 1e9}
+    formulas = [*map(_clamped, (n for n in written if n > 0))] if clamps else [*_PLAIN, *map(_scaled, written - {1.0})]
+    found: dict[Computed, _Formula] = {}
+    probes = [(xs[0], torch.float64, *each) for each in product(MAGNITUDES, (False, True), (False, True))]
+    probes += [(x, torch.float64, 1.0, False, False) for x in xs[1:]]
+    probes += [(xs[0], dtype, 1.0, False, False) for dtype in (torch.bfloat16, torch.float16)]
+    for number, (given, dtype, magnitude, training, with_grad) in enumerate(probes):  # one may ask for the dtype
+        given = given.to(dtype, copy=True).requires_grad_(with_grad)
+        with torch.set_grad_enabled(with_grad):
+            read = dict(_read(*run(given, magnitude, training), given, formulas, written))
+        found = {each: formula for each, formula in read.items() if not found or each in found}
+        formulas = [*found.values()]
+        if not found:
+            raise NotRecognisedError(_why(number == 0, dtype, training, with_grad), MLPS if number else None)
+    if len(found) > 1 or clamps not in (0, 2):  # a third may have a limit that is not reached here
+        raise NotRecognisedError("it clamps in another way", MLPS)
+    (computed,) = found
+    check_sizes(lambda given: run(given)[1], *(5, 7, 11)[: len(shapes[0])], width)
+    return computed._replace(returned=watch.returned)
+
+
+def _why(is_first: bool, dtype: torch.dtype, training: bool, with_grad: bool) -> str:
+    """Return what an MLP was seen to do that none does which is known."""
+    if dtype is not torch.float64:
+        return f"it computes otherwise in {str(dtype).removeprefix('torch.')}"
+    if training:
+        return "it computes otherwise in training"
+    if with_grad:
+        return "its gradients are other ones"
+    if not is_first:
+        return "it computes otherwise of other numbers or shapes"
+    return "what it gives is no product of a projection and of SiLU or GELU of another one"
+
+
+def _read(
+    leaves: dict[Any, _Leaf], y: Tensor, x: Tensor, formulas: list[_Formula], written: set[float]
+) -> Iterator[tuple[Computed, _Formula]]:
+    """Yield how children make a gated MLP."""
+    called = {name: leaf for name, leaf in leaves.items() if leaf.seen}
+    linear = {name: leaf for name, leaf in leaves.items() if leaf.sizes is not None}
+    if not linear.keys() <= called.keys() or any(len(leaf.seen) > 1 for leaf in called.values()):
+        return
+    others = {name: leaf for name, leaf in called.items() if leaf.sizes is None}
+    ahead, start = _follow(others, x, [x], x)
+    ins = {name: leaf.given[0] for name, leaf in linear.items() if _is_passed(leaf.seen[0], start, [start], leaf)}
+    down = next((name for name in linear if name not in ins), None)
+    if len(linear) > len(ins) + (down is not None) or y.shape[:-1] != x.shape[:-1]:
+        return
+    ins = ins or {None: start}
+    pairs = [(*pair, 1) for pair in permutations(ins)] if len(ins) == 2 else [(*ins, *ins, step) for step in (1, -1)]
+    for (gate, up, step), formula in product(pairs, formulas):
+        first, second = (ins[gate], ins[up]) if gate != up else ins[gate].chunk(2, -1)[::step]
+        left = dict(others)
+        between: Steps = ()
+        trunk, arguments = formula.compute(first, second), [*ins.values()]
+        if down is not None:
+            between, trunk = _follow(left, trunk, arguments, x)
+            if not _is_passed(linear[down].seen[0], trunk, [trunk] if between else arguments, linear[down]):
+                continue
+            trunk, arguments = linear[down].given[0], linear[down].given
+        behind, trunk = _follow(left, trunk, arguments, x)
+        for factor in (1.0, *(written - {1.0})) if not left else ():
+            if _is_passed(y, trunk * factor, [trunk] if behind else arguments):
+                is_dropped = len(between) == 1 and isinstance(leaves[between[0]].child, (nn.Dropout, type(None)))
+                found = _computed(formula, (gate, up, down), between, is_dropped, factor)
+                if found is not None and step < 0:
+                    found = _with_gate_last(found)
+                if found is not None and (factor == 1 or not behind):
+                    yield found._replace(ahead=ahead, behind=behind), formula
+
+
+def _follow(left: dict[Any, _Leaf], trunk: Tensor, arguments: list[Tensor], x: Tensor) -> tuple[Steps, Tensor]:
+    """Return what is called one after the other from a tensor on, which is taken out of ``left``, and what it gives."""
+    steps: list[Any] = []
+    while True:
+        names = [name for name, leaf in left.items() if leaf.seen[0].shape[:-1] == x.shape[:-1]]
+        following = [name for name in names if _is_passed(left[name].seen[0], trunk, arguments)]
+        if not following:
+            return tuple(steps), trunk
+        steps.append(following[0])
+        trunk = left.pop(following[0]).given[0]
+        arguments = [trunk]
+
+
+def _is_passed(found: Tensor, expected: Tensor, arguments: list[Tensor], leaf: _Leaf | None = None) -> bool:
+    """Tell whether a tensor is what another one is computed as, which depends on some.
+
+    Its tokens may lie otherwise, unless it is given to what may not compute them one by one.
+    """
+    if found.shape[:-1] != expected.shape[:-1] and leaf is not None and not is_linear(leaf.child):
+        return False
+    if found.shape[-1] != expected.shape[-1] or (found.dtype is not expected.dtype and expected.dtype.itemsize < 4):
+        return False
+    return are_same(found.flatten(0, -2), expected.flatten(0, -2), arguments)
+
+
+def _with_gate_last(computed: Computed) -> Computed | None:
+    """Return what computes the same of halves in the other order, of which operators of GELU activate either."""
+    if computed.between:
+        return None
+    if computed.layer == "FusedSwiGLUMLP":
+        return computed._replace(refused=_GATE_LAST)
+    return computed._replace(numbers=(("gate_is_last", True),))
+
+
+def _computed(
+    formula: _Formula, names: tuple[str | None, str | None, str | None], between: Steps, is_dropped: bool, factor: float
+) -> Computed | None:
+    """Return the layer that computes a formula and what is called behind it, times a factor; None if there is none."""
+    gate, up, down = names
+    activation = ACTIVATION_MODULES.get(formula.layer)
+    if (formula not in _PLAIN or factor != 1) and (between or gate == up):
+        return None
+    if gate == up and between:
+        return Computed("FusedDropoutMLP", (), (("Wi", gate), ("Wo", down)), activation, between=("drop", between))
+    if gate == up:
+        return Computed(f"Fused{formula.layer}", projections=(("gate_up_proj", gate), ("down_proj", down)))
+    projections = ("gate_proj", gate), ("up_proj", up), ("down_proj", down)
+    if between:
+        layer, role = ("DropoutMLP", "dropout") if is_dropped else ("NormedMLP", "ffn_sub_norm")
+        return Computed(layer, (), projections, activation, between=(role, between))
+    if factor != 1 or formula.layer == "ScaledSwiGLUMLP":
+        if formula.layer not in ("ScaledSwiGLUMLP", "SwiGLUMLP"):
+            return None
+        scales = *(formula.numbers or (("gate_multiplier", 1.0),)), ("down_multiplier", factor)
+        return Computed("ScaledSwiGLUMLP", (), projections, numbers=scales)
+    return Computed(formula.layer, (), projections, numbers=formula.numbers)

@@ -1,0 +1,233 @@
+"""What the forward of a module may read of it beside tensors: as long as that stays, it computes the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Collection, Iterator
+from itertools import chain
+from logging import Logger
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from kernels_ext_npu.syntax.source_tree import code_names
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
+_LIBRARIES = ("torch", "transformers", "builtins", "math")
+_OWN_TO_TORCH = {*vars(nn.Module()), "training"}
+_MODULE_METHODS = vars(nn.Module).keys()
+
+
+class Settings(NamedTuple):
+    """What a forward may read of a module, but for its weights and what is called as it is."""
+
+    cls: type[nn.Module]
+    forward: Any  # that of the class
+    members: tuple[tuple[str, Any], ...]  # numbers, strings and the like, of the module or of its class
+    absent: frozenset[str]  # what its code may look for, and the module does not have
+    present: frozenset[str]  # the parameters and children that it has
+    methods: tuple[tuple[str, Any], ...]  # of the class, and what else it computes when it is asked
+    children: tuple[tuple[str, Settings], ...] = ()
+    constants: tuple[tuple[FunctionType, str, Any], ...] = ()  # who reads them, their names and values; functions too
+
+
+def read_settings(module: nn.Module, tensors: Collection[str] = ()) -> Settings | None:
+    """Return what a forward may read beside some tensors; None if there is more.
+
+    That is so of other tensors, of objects, and of modules inside of modules.
+    """
+    cls, own = type(module), vars(module)
+    names = names_read(cls, cls.forward)  # type: ignore[arg-type]
+    held = {name: own[name] for name in names if name in own and name not in _OWN_TO_TORCH and name not in tensors}
+    members = {name: value for name, value in held.items() if not is_config(value)}
+    for config in held.keys() - members.keys():
+        found = {name: getattr(held[config], name, None) for name in names}
+        members |= {f"{config}.{name}": each for name, each in found.items() if each is not None and not callable(each)}
+    on_class = {name: inspect.getattr_static(cls, name, None) for name in names.difference(own)}
+    members |= {name: value for name, value in on_class.items() if value is not None and _is_plain(value)}
+    buffers = {name for name, buffer in module._buffers.items() if buffer is not None}
+    if not buffers.issubset(tensors) or not all(map(is_setting, members.values())):
+        return None
+    others = {name: child for name, child in module._modules.items() if child is not None and not is_opaque(child)}
+    children = {name: None if any(child.children()) else read_settings(child) for name, child in others.items()}
+    if None in children.values():
+        return None
+    frozen = tuple((name, _frozen(value)) for name, value in members.items())
+    absent = names.difference(own, on_class.keys() & members.keys())
+    constants = tuple(
+        (function, path, value)
+        for function, path in _globals_read(cls, cls.forward)  # type: ignore[arg-type]
+        if isinstance(value := _read_global(function, path), (FunctionType, *_PLAIN))
+    )
+    methods = tuple(
+        (name, getattr(cls, name))
+        for name, value in sorted(on_class.items())
+        if isinstance(value, (FunctionType, staticmethod, property)) and name not in _MODULE_METHODS
+    )
+    present = frozenset(_present(module))
+    return Settings(cls, cls.forward, frozen, absent, present, methods, (*children.items(),), constants)  # type: ignore[arg-type]
+
+
+def has_settings(module: Any, settings: Settings) -> bool:
+    """Tell whether a module has these settings. Every forward asks, also in a graph, where loops are the least work."""
+    if type(module) is not settings.cls or settings.cls.forward is not settings.forward:
+        return False
+    members, children = vars(module), module._modules
+    for path, value in settings.members:
+        name, _, inner = path.partition(".")
+        found = members[name] if name in members else getattr(settings.cls, name, None)
+        if not _is_same(getattr(found, inner, None) if inner else found, value):
+            return False
+    for name, method in settings.methods:
+        if getattr(settings.cls, name, None) is not method:
+            return False
+    for function, path, value in settings.constants:
+        if not _is_same(_read_global(function, path), value):
+            return False
+    for child, theirs in settings.children:
+        if not has_settings(children.get(child), theirs):
+            return False
+    return settings.absent.isdisjoint(members) and _present(module) == settings.present
+
+
+def numbers(module: nn.Module, kind: type | tuple[type, ...] = (int, float)) -> set[Any]:
+    """Return the numbers that a module holds, and that stand in the code of its class and its bases."""
+    classes = [base for base in type(module).__mro__ if base not in (nn.Module, object)]
+    constants = [constant for cls in classes for code in codes_in(cls) for constant in code.co_consts]
+    values = [*vars(module).values(), *(value for cls in classes for value in vars(cls).values()), *constants]
+    return {value for value in values if isinstance(value, kind) and not isinstance(value, bool)}
+
+
+def is_setting(value: Any) -> bool:
+    """Tell whether a value is one that does not change by itself: a number, a string, a function, or some of these."""
+    if isinstance(value, tuple):
+        return all(map(is_setting, value))
+    if type(value) is functools.partial:
+        return is_setting((value.func, *value.args, *value.keywords.values()))
+    is_function = isinstance(value, FunctionType) and (value.__closure__ is None or value.__module__[:6] == "torch.")
+    return _is_plain(value) or is_function or isinstance(value, BuiltinFunctionType)
+
+
+def is_config(value: Any) -> bool:
+    """Tell whether a value is a configuration, of which a forward may read attributes."""
+    is_known = isinstance(value, (PreTrainedConfig, SimpleNamespace)) or dataclasses.is_dataclass(value)
+    return is_known and not isinstance(value, (nn.Module, type))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN)
+
+
+def _frozen(value: Any) -> Any:
+    """Return a setting as what can be compared: of a partial function what it was made of."""
+    if type(value) is not functools.partial:
+        return value
+    return value.func, value.args, *sorted(value.keywords.items())
+
+
+def _is_same(found: Any, value: Any) -> bool:
+    """Tell whether a member is still a setting. A tensor is not compared: the host would wait for it."""
+    found = _frozen(found)
+    if type(found) is not type(value):
+        return False
+    if type(value) is tuple:
+        return len(found) == len(value) and all(map(_is_same, found, value))
+    return found == value
+
+
+def _present(module: nn.Module) -> set[str]:
+    places = module._parameters, module._modules, module._buffers
+    return {name for place in places for name, value in place.items() if value is not None}
+
+
+@functools.cache
+def names_read(cls: type[nn.Module], _: Any) -> frozenset[str]:
+    """Return the names in the methods of a class with this forward, and in strings that may be names."""
+    bases = [base for base in cls.__mro__ if base not in (nn.Module, object)]
+    codes = [code for base in bases for code in codes_in(base) if code.co_name != "__init__"]  # which no forward calls
+    strings = {constant for code in codes for constant in code.co_consts if isinstance(constant, str)}
+    names = {name for code in codes for name in code.co_names} | set(filter(str.isidentifier, strings))
+    return frozenset(names - {"forward"})  # under which ours is bound
+
+
+@functools.cache
+def _globals_read(cls: type[nn.Module], _: Any) -> tuple[tuple[FunctionType, str], ...]:
+    """Return the names of globals in the methods of a class with this forward, and in functions that they call.
+
+    Behind a dot stands what they may read of a class, a module of Python or a configuration.
+    """
+    waiting = [function for base in cls.__mro__ for function in _functions_in(base)]
+    found: list[tuple[FunctionType, str]] = []
+    for function in waiting:  # grows while it runs
+        names = function.__globals__
+        if names.get("__name__", "").startswith(("torch.", "transformers.")):
+            continue
+        read = code_names(function.__code__)
+        for name in sorted(read & names.keys()):
+            value = names[name]
+            if isinstance(value, FunctionType):
+                found.append((function, name))
+                waiting += [value] if value not in waiting else []
+            elif _is_plain(value):
+                found.append((function, name))
+            elif is_config(value) or (isinstance(value, (type, ModuleType)) and not _is_fixed(value)):
+                own = getattr(value, "__dict__", {})  # one with slots may be changed, too, and is not seen to be
+                found += [(function, f"{name}.{each}") for each in sorted(read & own.keys())]
+    return tuple(found)
+
+
+def reads_objects(cls: type[nn.Module]) -> bool:
+    """Tell whether methods of a class read an object of their file that is neither code nor a constant.
+
+    It may keep what they tell it.
+    """
+    functions = [each for base in cls.__mro__[: -len(nn.Module.__mro__)] for each in _functions_in(base)]
+    read = [
+        each.__globals__[name]
+        for each in functions
+        for name in code_names(each.__code__) & each.__globals__.keys()
+        if each.__name__ != "__init__"
+    ]
+    known = FunctionType, BuiltinFunctionType, ModuleType, type, Logger, *_PLAIN
+    return not all(isinstance(value, known) or is_config(value) for value in read)
+
+
+def _is_fixed(value: Any) -> bool:
+    """Tell whether a class or a module of Python is of a library whose constants do not change."""
+    return str(getattr(value, "__module__", value.__name__)).partition(".")[0] in _LIBRARIES
+
+
+def _read_global(function: FunctionType, path: str) -> Any:
+    name, _, inner = path.partition(".")
+    found = function.__globals__.get(name)
+    return getattr(found, inner, None) if inner else found
+
+
+def is_opaque(child: Any) -> bool:
+    """Tell whether a child is called as it is: a projection, a dropout, or what has parameters of its own."""
+    drops = isinstance(child, nn.Dropout) and child.p > 0
+    return drops or is_linear(child) or any(True for _ in chain(child.parameters(), child.buffers()))
+
+
+def is_linear(child: Any) -> bool:
+    """Tell whether a child has the sizes of torch's linear layers, and with them what these do to each token."""
+    return hasattr(child, "in_features") and hasattr(child, "out_features")
+
+
+def codes_in(cls: type) -> Iterator[CodeType]:
+    """Yield the code of the methods of a class itself, also of decorated ones, and of the functions in them."""
+    codes = [function.__code__ for function in _functions_in(cls)]
+    for code in codes:  # grows while it runs
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        yield code
+
+
+def _functions_in(cls: type) -> list[FunctionType]:
+    functions = [value for value in vars(cls).values() if isinstance(value, FunctionType)]
+    functions += [each for each in map(inspect.unwrap, functions) if isinstance(each, FunctionType)]
+    return list(dict.fromkeys(functions))

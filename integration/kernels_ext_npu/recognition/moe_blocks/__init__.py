@@ -1,0 +1,1 @@
+"""Blocks with a list of experts, recognised by running them."""

@@ -1,0 +1,199 @@
+"""The children of a block with a list of experts: the experts, what chooses among them, and what stands for either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
+from kernels_ext_npu.patterns.mlps import GATED, projection_names
+from kernels_ext_npu.recognition.computed import Computed, NotRecognised, Recognised
+from kernels_ext_npu.recognition.mlps import ACTIVATION_MODULES
+from kernels_ext_npu.recognition.module_settings import Settings, is_linear, read_settings
+from kernels_ext_npu.recognition.moe_blocks.formulas import Experts
+from kernels_ext_npu.recognition.watched_runs import (
+    NotRecognisedError,
+    OwnOperatorError,
+    Watched,
+    attempt,
+    casts,
+    stand_in,
+)
+
+_LOOKED_AT_BY_THE_LAYER = (
+    "llama:LlamaMLP",
+    "mixtral:MixtralBlockSparseTop2MLP",
+)  # which finds projections and activation itself
+_LARGEST = 2**22  # numbers in the weights of what is tried, unless they are as many as of a few gates
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Gate(NamedTuple):
+    """A child that may say which experts a token goes to.
+
+    Attributes:
+        name: of the child.
+        settings: what it reads; None of a linear layer.
+        returned: what it returned of 6 tokens, by rows, for each mode and dtype.
+        keeps_sequences: whether it returned that in the shape that it got the tokens in.
+        index_at: where in that the experts are; None where it returns logits.
+        weights_at: where the weights are.
+        top_k: how many experts there are for a token.
+    """
+
+    name: str
+    settings: Settings | None
+    returned: dict[tuple[bool, torch.dtype], Any]
+    keeps_sequences: bool = True
+    index_at: int | None = None
+    weights_at: int | None = None
+    top_k: int = 0
+
+
+def read_experts(
+    module: nn.Module, recognise: Callable[[nn.Module], Recognised | NotRecognised | None]
+) -> Experts | None:
+    """Return the experts of a block with one list of gated MLPs."""
+    lists = [(name, child) for name, child in module._modules.items() if isinstance(child, nn.ModuleList)]
+    if len(lists) != 1 or len(lists[0][1]) < 2 or len({type(each) for each in lists[0][1]}) != 1:
+        return None
+    ((name, listed),) = lists
+    first: Any = listed[0]
+    settings: Settings | None
+    known = partial(Experts, name, len(listed))
+    pattern = find_pattern(type(first))
+    if pattern is None:
+        what = recognise(first)
+        if not isinstance(what, Recognised):
+            return None
+        layer, settings, roles = what.computed.layer, what.settings, dict(what.computed.projections)
+        names: Any = tuple(map(roles.get, ("gate_proj", "up_proj", "down_proj")))
+        is_plain = what.computed._replace(projections=(), activation=None) == Computed(layer)
+    else:
+        if pattern.layers != GATED or pattern.holds is not None or why_not_served(first, pattern) is not None:
+            return None
+        names, layer, settings = projection_names(type(first)), pattern.layer_for(first), read_settings(first)
+        if pattern.name in _LOOKED_AT_BY_THE_LAYER:
+            return known(first._modules[names[2]].out_features, type(first).forward)
+        is_plain = settings is not None
+    if layer not in GATED or None in names or not is_plain:
+        return None
+    width = getattr(first._modules[names[2]], "out_features", 0)
+    return known(width, type(first).forward, settings, names, ACTIVATION_MODULES[layer])
+
+
+def read_gate(name: str, child: Any, experts: Experts) -> Gate | None:
+    """Return what a child returns, if that may be experts of tokens and their weights, or logits; None if not."""
+    if is_linear(child):
+        return Gate(name, None, {}) if child.out_features == experts.number else None
+    settings = read_settings(child, tuple(child._buffers))
+    if settings is None or sum(p.numel() for p in child.parameters()) > max(
+        4 * experts.number * experts.width, _LARGEST
+    ):
+        return None
+    returned, keeps_sequences = {}, False
+    for training, dtype in product((False, True), DTYPES):
+        made = _random_stand_in(child, dtype, training)
+        for tokens in ((2, 3), (6,)):
+            found = attempt(type(child).forward, made, torch.randn(*tokens, experts.width).to(dtype))
+            if isinstance(found, (Tensor, tuple, list)):
+                parts = [found] if isinstance(found, Tensor) else found
+                keeps_sequences |= any(map(_is_by_sequence, parts))
+                by_rows = [each.flatten(0, 1) if _is_by_sequence(each) else each for each in parts]
+                returned[training, dtype] = by_rows[0] if isinstance(found, Tensor) else type(found)(by_rows)
+                break
+    known = partial(Gate, name, settings, returned, keeps_sequences)
+    if (found := returned.get((False, torch.float32))) is None:
+        return None
+    if isinstance(found, Tensor):
+        return known() if found.shape == (6, experts.number) and found.is_floating_point() else None
+    tensors = {
+        p: each for p, each in enumerate(found) if isinstance(each, Tensor) and each.dim() == 2 and len(each) == 6
+    }
+    indices = [p for p, each in tensors.items() if not (each.is_floating_point() or each.dtype is torch.bool)]
+    if len(indices) != 1:
+        return None
+    shape = tensors[indices[0]].shape
+    weights = [p for p, each in tensors.items() if each.is_floating_point() and each.shape == shape]
+    return known(indices[0], weights[0], shape[1]) if len(weights) == 1 else None
+
+
+def _is_by_sequence(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.shape[:2] == (2, 3)
+
+
+def _random_stand_in(module: nn.Module, dtype: torch.dtype, training: bool) -> nn.Module:
+    """Return a stand-in with random numbers in the place of all weights."""
+
+    def fill(tensors: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: each
+            if each is None
+            else torch.randn(each.shape).to(dtype if each.is_floating_point() else each.dtype)
+            for name, each in tensors.items()
+        }
+
+    children = {n: None if c is None else _random_stand_in(c, dtype, training) for n, c in module._modules.items()}
+    members = {"_parameters": fill(module._parameters), "_buffers": fill(module._buffers)}
+    return stand_in(module, {**members, "_modules": children, "training": training})
+
+
+class AnyOperator(Watched):
+    """Lets all operators pass but those of other libraries and those that draw random numbers."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind, _, name = function._schema.name.partition("::")
+        if not self.autocast and any(casts()):
+            raise NotRecognisedError("it turns autocast on")
+        if kind == "npu":
+            raise OwnOperatorError(name)
+        if kind not in ("aten", "prim") or torch.Tag.nondeterministic_seeded in function.tags:
+            raise NotRecognisedError(f"it calls {name}")
+        return function(*args, **(kwargs or {}))
+
+    def tensor(self, result: Any) -> Any:
+        """Return all that a forward returned."""
+        return result
+
+
+class Stub(nn.Module):
+    """Stands for an expert, or for what is called with tokens as one is: it gives others for each, and counts them."""
+
+    def __init__(self, base: Tensor, slope: Tensor) -> None:
+        super().__init__()
+        self.base, self.slope, self.rows, self.dims, self.is_cast = base, slope, 0, 0, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows += x.numel() // x.shape[-1]
+        self.dims = x.dim()
+        self.is_cast &= all(casts())
+        return self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        return (self.base + self.slope * x.roll(1, -1)[..., : self.base.shape[-1]]).to(x.dtype)
+
+
+class GateStub(nn.Module):
+    """Stands for what chooses: it gives what it has of each token, and keeps what it was given."""
+
+    def __init__(self, gives: Any, keeps_sequences: bool) -> None:
+        super().__init__()
+        self.gives, self.keeps_sequences, self.is_cast = gives, keeps_sequences, True
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        self.seen.append(x)
+        self.is_cast = all(casts())
+        if isinstance(self.gives, Tensor):
+            return self._shaped(self.gives, x)
+        return type(self.gives)(self._shaped(each, x) for each in self.gives)
+
+    def _shaped(self, value: Any, x: Tensor) -> Any:
+        is_of_tokens = isinstance(value, Tensor) and value.dim() > 1 and len(value) == x.numel() // x.shape[-1]
+        value = value.view(*x.shape[:-1], *value.shape[1:]) if is_of_tokens and self.keeps_sequences else value
+        return value.clone() if isinstance(value, Tensor) else value  # without a gradient where none is asked for

@@ -1,0 +1,168 @@
+"""Blocks that send tokens to experts in a list, found by running them: however they loop over the experts.
+
+Such a loop is no straight line, since the host reads how many tokens an expert gets. So a block runs with random
+experts, gates and tokens in the place of its own: one token and many, with experts of their own and all with the same,
+so that a capacity shows, and more than any number that its code names. What comes out has to be the sum of what the
+experts of each token give, times its weights; and so have the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels_ext_npu.reasons import Reason
+from kernels_ext_npu.recognition.computed import Computed, NotRecognised, Recognised
+from kernels_ext_npu.recognition.module_settings import Settings, is_linear, numbers, reads_objects
+from kernels_ext_npu.recognition.moe_blocks.children import read_experts, read_gate
+from kernels_ext_npu.recognition.moe_blocks.formulas import Choice, Mode, MoEBlock, possible_choices
+from kernels_ext_npu.recognition.moe_blocks.runs import BlockRun, Parts, Probe
+from kernels_ext_npu.recognition.watched_runs import MAGNITUDES, attempt, autocast, takes
+
+_WIDTH = 8  # of tokens, unless a block asks for its own
+_MANY = 4096  # tokens, up to which a number in the code of a block is tried
+_LARGEST = 2**22  # values in what is tried
+_ONE_BY_ONE = "its experts are computed one after the other"
+
+
+def find_moe_block(
+    recognise: Callable[[nn.Module], Recognised | NotRecognised | None], settings: Settings, module: nn.Module
+) -> Computed | None:
+    """Return what a block with a list of experts computes, or why that is no weighted sum of theirs; None of others.
+
+    Of its other children one returns the experts of each token and their weights, or logits. Others may be an expert of
+    all tokens, and a projection to one value, whose sigmoid weighs that.
+
+    Args:
+        recognise: tells what a module computes.
+        settings: of the block.
+        module: the block.
+    """
+    experts = read_experts(module, recognise)
+    own = {name: each for name, each in {**module._parameters, **module._buffers}.items() if each is not None}
+    if experts is None or not takes(module, 1) or reads_objects(type(module)):
+        return None
+    if [p.numel() for p in own.values()] not in ([], [experts.number]):
+        return None
+    others = {name: child for name, child in module._modules.items() if child is not None and name != experts.name}
+    gates = [gate for name, child in others.items() if (gate := read_gate(name, child, experts)) is not None]
+    if len(gates) != 1:
+        return None
+    (gate,) = gates
+    shared = [name for name, child in others.items() if name != gate.name and not is_linear(child)]
+    weighing = [name for name, child in others.items() if name != gate.name and is_linear(child)]
+    if max(len(shared), len(weighing)) > 1 or (weighing and others[weighing[0]].out_features != 1):
+        return None
+    each, shared_expert, shared_gate = (next(iter(names), None) for names in (own, shared, weighing))
+    trial = _Trial(Parts(module, experts, gate, shared_expert, shared_gate, each), settings)
+    if (block := trial.find()) is not None:
+        return Computed("GatedMoEBlock", block=block)
+    return Computed("GatedMoEBlock", refused=Reason("unknown", f"{_ONE_BY_ONE}: {trial.seen}"))
+
+
+class _Trial:
+    """Tries a block, and tells what it computes.
+
+    Attributes:
+        seen: why that is not known.
+    """
+
+    def __init__(self, parts: Parts, settings: Settings) -> None:
+        self.parts, self.settings, self.width = parts, settings, _WIDTH
+        self.seen = "what it gives is not the weighted sum of what they give"
+
+    def find(self) -> MoEBlock | None:
+        """Return what the block computes in both modes, or in one of them."""
+        for width in (_WIDTH, self.parts.experts.width):
+            self.width = width
+            firsts = {tokens: self._attempt(self._run, Probe(tokens), False) for tokens in ((2, 3), (6,))}
+            shapes: list[Any] = [tokens for tokens, first in firsts.items() if first is not None]
+            if shapes:
+                break
+        else:
+            return None
+        first: BlockRun = firsts[shapes[0]]
+        probes = self._probes(shapes)
+        found: dict[bool, tuple[Mode, Choice | None]] = {}
+        for training in (False, True):
+            terms = self._attempt(self._find_mode, probes, first.top_k, training)
+            if terms is not None:
+                found[training] = terms
+        choices = {choice for _, choice in found.values()}
+        if len(choices) != 1 or first.top_k == 0:
+            return None
+        training, narrow = False not in found, Probe(shapes[0], torch.bfloat16)
+        with autocast(True):
+            cast = self._attempt(self._run, narrow._replace(is_cast=True), training)
+        parts, gate = self.parts, self.parts.gate
+        return MoEBlock(
+            experts=parts.experts,
+            gate=gate.name,
+            gate_settings=gate.settings,
+            takes_rows=first.takes_rows,
+            widens=self._run(narrow, training).widens,
+            casts=cast is not None and cast.is_cast,
+            index_at=gate.index_at,
+            weights_at=gate.weights_at,
+            top_k=first.top_k,
+            choice=choices.pop(),
+            shared=None if parts.shared is None else (parts.shared, first.shares_rows),
+            shared_gate=parts.shared_gate,
+            modes=tuple((training, mode) for training, (mode, _) in found.items()),
+        )
+
+    def _probes(self, shapes: list[tuple[int, ...]]) -> list[Probe]:
+        """Return what the block is tried with, of the shapes of tokens that it takes."""
+        first, *_ = shapes
+        ahead = (1,) * (len(first) - 1)
+        named = [n + 1 for n in self._named(int) if 1 < n <= _MANY and n * self.width < _LARGEST]
+        narrow = product((torch.bfloat16, torch.float16), (1e-2, 1.0))
+        return [
+            *map(Probe, shapes),
+            Probe(first, with_grad=True),
+            *(Probe(first, magnitude=magnitude) for magnitude in MAGNITUDES),
+            *(Probe((*ahead, number)) for number in (1, *named)),
+            *(Probe((*ahead, 64), weight=2 * limit) for limit in self._named(float) if 0 < limit < 1),
+            Probe((*ahead, 64), is_crowded=True),
+            *(Probe(first, dtype, magnitude) for dtype, magnitude in narrow),
+        ]
+
+    def _named(self, kind: type) -> set[Any]:
+        """Return the numbers of a kind that the code of the block names or reads."""
+        read = {value for _, value in self.settings.members if type(value) is kind}
+        return numbers(self.parts.module, kind) | read
+
+    def _attempt(self, find: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what is found; None if a forward raises, or does what none does that is known, which is kept."""
+
+        seen: list[NotRecognised] = []
+        found = attempt(find, *arguments, seen=seen)
+        self.seen = seen[0].seen if seen else self.seen
+        return found
+
+    def _run(self, probe: Probe, training: bool) -> BlockRun:
+        return BlockRun(self.parts, probe, self.width, training)
+
+    def _find_mode(self, probes: list[Probe], top_k: int, training: bool) -> tuple[Mode, Choice | None] | None:
+        """Return what the block does in training or not, if it does it with all probes."""
+        gate = self.parts.gate
+        choices: list[Any] = [None]
+        if gate.index_at is None:
+            named = self._named(float), self._named(int)
+            choices = [*possible_choices(top_k, self.parts.experts.number, *named, self.parts.own)]
+        given = gate.returned.get((training, torch.float32), ())
+        losses = [p for p, each in enumerate(given) if isinstance(each, Tensor) and each.numel() == 1]
+        terms = [*product((False, True), (None, *losses), choices)]
+        structures = []
+        for probe in probes:
+            run = self._run(probe, training)
+            terms = [each for each in terms if run.agrees(*each)]
+            structures.append(run.structure)
+            if not terms or run.structure != structures[0]:
+                return None
+        is_detached, loss, choice = terms[0]
+        return Mode(is_detached, loss, structures[0]), choice

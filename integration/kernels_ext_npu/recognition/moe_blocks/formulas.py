@@ -1,0 +1,161 @@
+"""What a block with a list of experts computes, and the formulas of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kernels_ext_npu.recognition.module_settings import Settings
+from kernels_ext_npu.recognition.routers.formulas import Gating
+
+
+class Experts(NamedTuple):
+    """The experts in a list, all of one class: gated MLPs.
+
+    Attributes:
+        name: of the list in the block.
+        number: how many there are.
+        width: how many values they take and give for a token.
+        forward: of their class.
+        settings: what each of them reads; None where a pattern knows their class, and the layer looks at them itself.
+        projections: the names of gate, up and down in each; None where they are those that the layer looks for.
+        activation: what the gate goes through; None where it is the ``act_fn`` of each.
+    """
+
+    name: str
+    number: int
+    width: int
+    forward: Any
+    settings: Settings | None = None
+    projections: tuple[str, ...] | None = None
+    activation: nn.Module | None = None
+
+
+class Choice(NamedTuple):
+    """How a block itself chooses experts by logits.
+
+    Attributes:
+        gating: how, for how many.
+        bias: the name of what is added for the choice alone, ``[E]``; None without.
+        is_wide: whether scores are computed in float32, and not in the dtype of the logits.
+        groups: of how many groups each gives as many experts as the others; 1 where they do not count.
+        gains: the name of what weights are multiplied by, ``[E]``; None without.
+    """
+
+    gating: Gating
+    bias: str | None = None
+    is_wide: bool = True
+    groups: int = 1
+    gains: str | None = None
+
+    @property
+    def has_operator(self) -> bool:
+        """Whether the kernel has an operator that chooses so."""
+        return self.is_wide and self.groups == 1
+
+    def choose(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return weights and experts, ``[T, k]``, of logits, ``[T, E]``."""
+        scores = self.gating.score(logits.float() if self.is_wide else logits)
+        merits = (scores if bias is None else scores + bias.flatten()).unflatten(-1, (self.groups, -1))
+        chosen = merits.topk(self.gating.k // self.groups).indices
+        experts = chosen + torch.arange(self.groups, device=chosen.device).unsqueeze(-1) * merits.shape[-1]
+        return self.gating.weigh(scores, experts.flatten(-2)), experts.flatten(-2)
+
+
+def gained(weights: Tensor, experts: Tensor, gains: Tensor) -> Tensor:
+    """Return weights, each multiplied by the gain of its expert."""
+    return weights * gains.view(1, -1).expand(len(experts), -1).gather(-1, experts)
+
+
+def possible_choices(
+    top_k: int, number: int, scales: Iterable[float], sizes: Iterable[int], own: str | None
+) -> Iterator[Choice]:
+    """Yield how a block may choose of so many experts.
+
+    The softmax of the largest logits is that of all, divided by its sum.
+
+    Args:
+        top_k: how many it chooses.
+        number: of how many.
+        scales: that it names, by one of which weights may be multiplied.
+        sizes: the whole numbers that it names, of which one may be that of groups.
+        own: the name of what it has of one number an expert: a bias or gains.
+    """
+    groups = (1, *sorted(n for n in sizes if n > 1 and not (number % n or top_k % n)))
+    roles = [(None, None), *([(own, None), (None, own)] if own is not None else [])]
+    terms = product(groups, ("softmax", "sigmoid"), (False, True), (1.0, *scales), roles, (True, False))
+    for count, scores, is_divided, scale, (bias, gains), is_wide in terms:
+        yield Choice(Gating(top_k, scores, renormalise=is_divided, scale=scale), bias, is_wide, count, gains)
+
+
+class Routed(NamedTuple):
+    """A part of what a block returns: what its gate gave at a place, as it is or by sequences, ``[B, S, ·]``."""
+
+    place: int
+    is_by_sequence: bool
+
+
+class Mode(NamedTuple):
+    """What a block does in training, or not in training.
+
+    Attributes:
+        is_detached: whether no gradient goes through the experts.
+        loss: where in what the gate returns a loss is, whose gradient is 1 whatever the output is used for.
+        returned: what is returned: ``...`` for the output, or a tuple of that, settings and `Routed`.
+    """
+
+    is_detached: bool
+    loss: int | None
+    returned: Any = ...
+
+
+class MoEBlock(NamedTuple):
+    """What a block computes: the weighted sum over the experts of each token, and what is added to it.
+
+    Attributes:
+        experts: the list.
+        gate: the name of the child that chooses.
+        gate_settings: what that reads; None of a linear layer.
+        takes_rows: whether it gets ``[T, H]``, and not what the block gets.
+        widens: whether it gets float32, whatever the block gets.
+        casts: whether autocast around the block is on wherever it calls.
+        index_at: where in what it returns the experts are, ``[T, k]``; None where it returns logits.
+        weights_at: where their weights are.
+        top_k: how many experts a token has.
+        choice: how these follow from logits; None where the gate says them.
+        shared: the name of an expert of all tokens, None without; and whether it gets ``[T, H]``.
+        shared_gate: the name of a projection to one value, whose sigmoid weighs that; None without.
+        modes: what it does, by whether it is trained; without an entry it is something else.
+    """
+
+    experts: Experts
+    gate: str
+    gate_settings: Settings | None
+    takes_rows: bool
+    widens: bool
+    casts: bool
+    index_at: int | None
+    weights_at: int | None
+    top_k: int
+    choice: Choice | None
+    shared: tuple[str, bool] | None
+    shared_gate: str | None
+    modes: tuple[tuple[bool, Mode], ...]
+
+
+class AddedLoss(torch.autograd.Function):
+    """Gives a tensor back, and a loss the gradient 1, as AddAuxiliaryLoss of DeepSeek's modeling_deepseek.py does."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss = loss.dtype, loss.device, loss.shape
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        dtype, device, shape = ctx.loss
+        return grad, torch.ones(shape, dtype=dtype, device=device)

@@ -1,0 +1,1 @@
+"""Rotary functions, methods and modules that rotate, recognised by running them."""

@@ -1,0 +1,1 @@
+"""Routers, recognised by running them."""

@@ -1,0 +1,219 @@
+"""Blocks that look as if they sent tokens to experts and summed what these give, and do something else."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.integration.recognition.spellings.other_peoples_moe_blocks import CHOSEN, EXPERTS, WIDTH, Chooser, Expert
+
+LOADS: list[torch.Size] = []
+
+
+class Like(nn.Module):
+    """A block that is served, of which each lookalike changes one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+
+    def route(self, x):
+        weights, chosen = F.softmax(self.gate(x), -1, dtype=torch.float32).topk(CHOSEN, -1)
+        return weights.to(x.dtype), chosen
+
+    def expert(self, number, x, weights):
+        return self.experts[number](x) * weights
+
+    def add(self, y, rows, part):
+        return y.index_add(0, rows, part)
+
+    def end(self, y, x):
+        return y
+
+    def forward(self, x):
+        flat = x.reshape(-1, WIDTH)
+        weights, chosen = self.route(flat)
+        y = torch.zeros_like(flat)
+        for number in range(EXPERTS):
+            rows, places = torch.where(chosen == number)
+            y = self.add(y, rows, self.expert(number, flat[rows], weights[rows, places, None]))
+        return self.end(y, flat).view(x.shape)
+
+
+class GroupsOfOthers(Like):
+    """Chooses an expert of each of two groups, and gives those of the other group their weights."""
+
+    def route(self, x):
+        weights, chosen = F.softmax(self.gate(x), -1, dtype=torch.float32).view(len(x), 2, -1).topk(1, -1)
+        chosen = chosen + torch.arange(0, EXPERTS, EXPERTS // 2, device=x.device)[:, None]
+        return weights.flip(1).flatten(1).to(x.dtype), chosen.flatten(1)
+
+
+class GainsAhead(Like):
+    """Chooses by what its gains have been multiplied with, so that they are no gains of weights alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = nn.Parameter(torch.linspace(0.5, 1.5, EXPERTS))
+
+    def route(self, x):
+        weights, chosen = (F.softmax(self.gate(x), -1, dtype=torch.float32) * self.gains).topk(CHOSEN, -1)
+        return weights.to(x.dtype), chosen
+
+
+class DetachesGains(Like):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = nn.Parameter(torch.linspace(0.5, 1.5, EXPERTS))
+
+    def route(self, x):
+        weights, chosen = F.softmax(self.gate(x), -1, dtype=torch.float32).topk(CHOSEN, -1)
+        return (weights * self.gains.detach()[chosen]).to(x.dtype), chosen
+
+
+class WeighsBefore(Like):
+    def expert(self, number, x, weights):
+        return self.experts[number](x * weights)
+
+
+class SquaresWeights(Like):
+    def expert(self, number, x, weights):
+        return self.experts[number](x) * weights**2
+
+
+class DetachesWeights(Like):
+    def expert(self, number, x, weights):
+        return self.experts[number](x) * weights.detach()
+
+
+class DetachesTokens(Like):
+    def expert(self, number, x, weights):
+        return self.experts[number](x.detach()) * weights
+
+
+class AsksTheNext(Like):
+    def expert(self, number, x, weights):
+        return self.experts[(number + 1) % EXPERTS](x) * weights
+
+
+class SkipsAnExpert(Like):
+    def expert(self, number, x, weights):
+        return super().expert(number, x, weights) if number else torch.zeros_like(x)
+
+
+class HasACapacity(Like):
+    def add(self, y, rows, part):
+        return y.index_add(0, rows[:20], part[:20])
+
+
+class HasACapacityOfALength(Like):
+    longest = 200
+
+    def add(self, y, rows, part):
+        return y if len(y) > self.longest else super().add(y, rows, part)
+
+
+class TakesTheLast(Like):
+    def add(self, y, rows, part):
+        return y.index_copy(0, rows, part)
+
+
+class AddsTheTokens(Like):
+    def end(self, y, x):
+        return y + x
+
+
+class Doubles(Like):
+    def end(self, y, x):
+        return 2 * y
+
+
+class Clamps(Like):
+    def end(self, y, x):
+        return y.clamp(-50, 50)
+
+
+class NoisyInTheEnd(Like):
+    def end(self, y, x):
+        return y + torch.randn_like(y) * 1e-9
+
+
+class Counts(Like):
+    calls = 0
+
+    def end(self, y, x):
+        self.calls += 1
+        return y
+
+
+class Temperature(Like):
+    def route(self, x):
+        weights, chosen = F.softmax(self.gate(x) / 2, -1, dtype=torch.float32).topk(CHOSEN, -1)
+        return weights.to(x.dtype), chosen
+
+
+class TakesTheSmallest(Like):
+    def route(self, x):
+        weights, chosen = F.softmax(self.gate(x), -1, dtype=torch.float32).topk(CHOSEN, -1, largest=False)
+        return weights.to(x.dtype), chosen
+
+
+class BiasInTheWeights(Like):
+    def route(self, x):
+        weights, chosen = (F.softmax(self.gate(x), -1, dtype=torch.float32) + 0.1).topk(CHOSEN, -1)
+        return weights.to(x.dtype), chosen
+
+
+class AddsAParameter(Like):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(EXPERTS))
+
+    def route(self, x):
+        weights, chosen = F.softmax(self.gate(x) + self.bias, -1, dtype=torch.float32).topk(CHOSEN, -1)
+        return weights.to(x.dtype), chosen
+
+
+class HidesTokensFromItsGate(Like):
+    def route(self, x):
+        return super().route(x.detach())
+
+
+class TellsAnObject(Like):
+    def route(self, x):
+        weights, chosen = super().route(x)
+        LOADS.append(chosen.shape)
+        return weights, chosen
+
+
+class HasAChooser(Like):
+    """A block whose gate is a module, and which is served."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Chooser()
+
+    def route(self, x):
+        chosen, weights, _ = self.gate(x)
+        return weights.to(x.dtype), chosen
+
+
+class SkipsSmallWeights(HasAChooser):
+    def route(self, x):
+        weights, chosen = super().route(x)
+        return torch.where(weights < 1e-3, 0.0, weights), chosen
+
+
+class TrainsNoGate(HasAChooser):
+    def route(self, x):
+        with torch.no_grad():
+            return super().route(x)
+
+
+class Normalises(Like):
+    def route(self, x):
+        return super().route(F.normalize(x, dim=-1))
+
+
+SERVED = (Like, HasAChooser)
+LIKE_MOE_BLOCKS = (*(cls for cls in Like.__subclasses__() if cls not in SERVED), *HasAChooser.__subclasses__())

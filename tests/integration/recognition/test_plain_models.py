@@ -1,0 +1,96 @@
+"""A model that is no model of transformers gets kernels for what its modules compute, and the report says which."""
+
+import collections
+import copy
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import kernels_ext_npu
+from tests.integration.recognition.blocks import Block, said
+from tests.integration.recognition.spellings.other_peoples_mlps import Projected
+from tests.integration.recognition.spellings.other_peoples_models import (
+    DiffusionTransformer,
+    StudentsLlama,
+    VisionTower,
+)
+from tests.integration.recognition.spellings.other_peoples_norms import EinsumNorm
+from tests.support.served import rows
+
+# model -> its arguments, and how often which layer serves it
+MODELS = {
+    DiffusionTransformer: (
+        lambda: (torch.randn(2, 3, 16, 16), torch.rand(2)),
+        {"RMSNorm": 4, "FusedSwiGLUMLP": 2, "NewGELU": 1},
+    ),
+    VisionTower: (lambda: (torch.randn(2, 3, 16, 16),), {"LayerNorm": 4, "DropoutMLP": 2, "QuickGELU": 2}),
+    StudentsLlama: (lambda: (torch.randint(32, (2, 7)),), {"RMSNorm": 5, "SwiGLUMLP": 2}),
+}
+
+
+@pytest.fixture(params=MODELS, ids=lambda cls: cls.__name__)
+def plain(request) -> nn.Module:
+    torch.manual_seed(0)
+    return request.param().eval()
+
+
+def swapped(model: nn.Module) -> collections.Counter:
+    return collections.Counter(row.kernel for row in rows(model) if row.swapped)
+
+
+def test_a_plain_model_gets_the_kernels_that_compute_what_it_does(registered, plain) -> None:
+    make, expected = MODELS[type(plain)]
+    arguments = make()
+    model = kernels_ext_npu.kernelize(copy.deepcopy(plain).to("npu"))
+    found = swapped(model)
+    assert {layer: found[layer] for layer in expected} == expected
+    result = model(*(each.npu() for each in arguments)).cpu()
+    # two blocks of sums of float32 in another order
+    torch.testing.assert_close(result, plain(*arguments), rtol=1e-4, atol=1e-4)
+    model.train()
+    model(*(each.npu() for each in arguments)).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_the_report_of_a_plain_model_names_its_kernels(registered, plain) -> None:
+    model = kernels_ext_npu.kernelize(copy.deepcopy(plain).to("npu"))
+    text = str(kernels_ext_npu.report(model))
+    assert all(layer in text for layer in MODELS[type(plain)][1])
+    assert not swapped(kernels_ext_npu.restore(model))
+
+
+class NewRMSNorm(EinsumNorm):
+    """A norm of a release of transformers that is newer than the patterns."""
+
+    def forward(self, hidden_states):
+        return EinsumNorm.forward(self, hidden_states)
+
+
+class NewGLU(Projected):
+    """A gated MLP of such a release."""
+
+    def forward(self, hidden_states):
+        up = self.w1(hidden_states)
+        return self.w2(up * F.silu(self.w3(hidden_states)))
+
+
+@pytest.mark.parametrize(("cls", "layer"), [(NewRMSNorm, "RMSNorm"), (NewGLU, "SwiGLUMLP")])
+def test_what_transformers_spells_in_a_new_way_needs_no_pattern(registered, monkeypatch, cls, layer: str) -> None:
+    library = {**globals(), "__name__": "transformers.models.new.modeling_new"}
+    monkeypatch.setattr(cls, "__module__", library["__name__"])
+    monkeypatch.setattr(cls, "forward", types.FunctionType(cls.forward.__code__, library))
+    model = kernels_ext_npu.kernelize(Block(cls()).to("npu"))
+    assert said(model) == [(layer, True)]
+
+
+def test_a_plain_model_is_compiled_as_its_classes_compute(registered, plain) -> None:
+    arguments = [each.npu() for each in MODELS[type(plain)][0]()]
+    model = kernels_ext_npu.kernelize(copy.deepcopy(plain).to("npu"))
+    compiled = torch.compile(model, backend="eager")
+    # two blocks of sums of float32 in another order
+    torch.testing.assert_close(
+        compiled(*arguments).cpu(), plain(*(each.cpu() for each in arguments)), rtol=1e-4, atol=1e-4
+    )

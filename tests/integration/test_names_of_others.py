@@ -31,6 +31,7 @@ FILES_OF_MODELS = (
     "lifecycle/*.py",
     "swaps/*.py",
     "swaps/attention/*.py",
+    "swaps/recognised/*.py",
 )
 OURS = {"output_attentions", "input"}  # a flag of configs that is handed on; the first argument of F.cross_entropy
 

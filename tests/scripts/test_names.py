@@ -18,7 +18,7 @@ ROOMS = {
     "gate": (
         *("FusedMoE", "LinearAttention", "RMSNorm", "SwiGLU", "common", "softnpu"),
         "integration/kernels_ext_npu/catalogue.py",  # forget gates
-        "integration/kernels_ext_npu/matching",  # gate and up of an MLP, gated norms
+        "integration/kernels_ext_npu/recognition",  # gate and up of an MLP, gated norms
         "integration/kernels_ext_npu/patterns",  # names of transformers
         "integration/kernels_ext_npu/selftest",
         "integration/kernels_ext_npu/swaps",  # gate and up of an MLP
@@ -35,6 +35,7 @@ ROOMS = {
         "integration/kernels_ext_npu/binding",
         "integration/kernels_ext_npu/context_parallel",
         "integration/kernels_ext_npu/matching",
+        "integration/kernels_ext_npu/recognition/moe_blocks",
         "integration/kernels_ext_npu/patterns",
         "integration/kernels_ext_npu/selftest",
         "integration/kernels_ext_npu/swaps",

@@ -12,6 +12,8 @@ from ._common.modules import has_hooks
 
 # of modules that are computed without a call, what their class and they themselves had as a forward at first
 _remembered: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
+# the same by class: what a compiler can look up, and then watches
+_remembered_by_class: dict[type[nn.Module], object] = {}
 
 
 def is_intercepted(module: nn.Module) -> bool:
@@ -32,17 +34,22 @@ def remember_forward(module: nn.Module, own: FunctionType | None = None) -> None
         module: the module, or the list.
         own: a forward that computes the same and that each of them may have of its own.
     """
-    _remembered[module] = type(_modules(module)[0]).forward, own
+    cls = type(_modules(module)[0])
+    _remembered[module] = _remembered_by_class[cls] = cls.forward, own
 
 
 def is_replaced(module: nn.Module) -> bool:
     """Tell whether a module, or one of a list, has another forward than is remembered, which is now if none is.
 
-    A compiler does not see what is remembered.
+    A compiler sees what is remembered of classes alone, and those that inherit of them count as they do.
     """
-    if torch.compiler.is_compiling():
-        return False
     modules = _modules(module)
+    if torch.compiler.is_compiling():
+        return any(
+            cls in _remembered_by_class and _remembered_by_class[cls] != _forwards(each)
+            for each in modules
+            for cls in type(each).__mro__
+        )
     remembered = _remembered.setdefault(module, _forwards(modules[0]))
     return any(_forwards(each) != remembered for each in modules)
 

@@ -208,15 +208,19 @@ def test_a_forward_that_a_class_gets_later_may_take_other_arguments() -> None:
         assert_near(mlp(x, 2), 2 * expected)
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("cls", [Qwen3MoeSparseMoeBlock, DeepseekV3MoE])
-def test_changed_experts_in_a_list_are_called_one_by_one(cls: type[nn.Module], change) -> None:
+def test_changed_experts_in_a_list_are_called_one_by_one(cls: type[nn.Module], change, is_compiled: bool) -> None:
+    torch._dynamo.reset()
     original = expert_modules.block(cls)
     model = kernels_ext_npu.kernelize(nn.ModuleDict({"block": copy.deepcopy(original)}).to("npu"))["block"]
     assert forward_binding.kernel_forward(model) is not None
+    compiled = torch.compile(model, backend="eager")
 
     def run(block: nn.Module) -> Tensor:
-        found = block(expert_modules.block_inputs().to(next(block.parameters()).device))
+        call = compiled if is_compiled and block is model else block
+        found = call(expert_modules.block_inputs().to(next(block.parameters()).device))
         return found[0] if isinstance(found, tuple) else found
 
     assert_counts(change, type(original.experts[0]).__name__, (original, model), run)

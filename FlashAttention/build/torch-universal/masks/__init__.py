@@ -1,1 +1,1 @@
-"""Masks: what a mask function of transformers, padding or a tensor says, in the form that an operator takes."""
+../../../torch-ext/flash_attention/masks/__init__.py

@@ -1,1 +1,1 @@
-"""Attention operators of torch_npu with their limits and gradients, and the same attention in torch."""
+../../../torch-ext/flash_attention/ops/__init__.py

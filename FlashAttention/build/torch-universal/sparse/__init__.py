@@ -1,1 +1,1 @@
-"""DeepSeek sparse attention: an indexer that chooses keys for each query, and attention to those."""
+../../../torch-ext/flash_attention/sparse/__init__.py

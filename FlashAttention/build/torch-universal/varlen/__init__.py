@@ -1,1 +1,1 @@
-"""Sequences of several lengths, packed one behind the other in memory."""
+../../../torch-ext/flash_attention/varlen/__init__.py

@@ -1,1 +1,1 @@
-"""Tokens in the order of their experts, grouped products of them, and the same in torch."""
+../../../torch-ext/fused_moe/ops/__init__.py

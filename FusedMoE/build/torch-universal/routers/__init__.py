@@ -1,1 +1,1 @@
-"""Routers: logits, the experts that they choose and how much each counts, and layers that compute both."""
+../../../torch-ext/fused_moe/routers/__init__.py

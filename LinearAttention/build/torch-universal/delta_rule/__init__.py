@@ -1,1 +1,1 @@
-"""Gated delta rules: in chunks for whole sequences, and token by token for steps of decoding."""
+../../../torch-ext/linear_attention/delta_rule/__init__.py

@@ -1,1 +1,1 @@
-"""Recurrences of every element of a state by itself: state space models and linear recurrent units."""
+../../../torch-ext/linear_attention/ssm/__init__.py

@@ -1,1 +1,1 @@
-"""What several of the recurrences and convolutions need."""
+../../../torch-ext/linear_attention/utils/__init__.py

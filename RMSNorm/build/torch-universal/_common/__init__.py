@@ -1,1 +1,1 @@
-"""What several kernel repositories share: each has this folder in its package, as ``_common``."""
+../../../../common/__init__.py

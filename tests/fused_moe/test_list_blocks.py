@@ -40,7 +40,8 @@ def test_bfloat16_is_no_further_from_float64_than_the_original(kernel: ModuleTyp
     With two products what lies between them is rounded as often as in the original, so that chance decides: 5%.
     """
     original = block(cls, experts, 2).to(torch.bfloat16)
-    x = decided(original, block_inputs(64, torch.bfloat16))
+    # tokens in step with experts: with one or none for an expert chance decides
+    x = decided(original, block_inputs(8 * experts, torch.bfloat16), 3 * experts)
     truth = results(double(original), x.double())
     own = results(original, x)
     module, moved = bound(kernel, original, packed), x.npu()

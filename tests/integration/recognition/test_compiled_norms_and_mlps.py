@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import kernels_ext_npu
+from tests.integration.recognition import test_changed_settings
 from tests.integration.recognition.blocks import OPERATORS, Block, launched
-from tests.integration.recognition.spellings import other_peoples_norms, test_changed_settings
+from tests.integration.recognition.spellings import other_peoples_norms
 from tests.integration.recognition.spellings.other_peoples_layer_norms import (
     GATED_NORMS,
     Centred,

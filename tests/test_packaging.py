@@ -101,6 +101,7 @@ def test_the_installed_package_says_its_version(site: Path) -> None:
     assert run(site, str(site / "bin" / "kernels-ext-npu"), "--version").strip() == __version__
 
 
+@pytest.mark.long
 @pytest.mark.software
 def test_the_installed_kernels_are_tested_without_network_or_clone(site: Path) -> None:
     command = [str(site / "bin" / "kernels-ext-npu"), "selftest", "--quick", "--only", "RMSNorm, "]

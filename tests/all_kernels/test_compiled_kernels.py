@@ -22,7 +22,7 @@ OUTSIDE = ("experts_forward", "attention_forward", "lora_pair")
 FUNCTIONS = [function for function in functions.FUNCTIONS if not function.at and function.name not in OUTSIDE]
 LOOKS = "ScaledTokensMoEBlock"  # at values of its activation, once
 # graphs with sizes that are not known, of some, and those that take long, of which other tests have graphs of a kind
-QUICKLY = {"rms_norm", "swiglu", "fused_experts", "gating_top_k"}
+QUICKLY = {"rms_norm", "gating_top_k"}
 SLOWLY = {"chunk_gated_delta_rule", "chunk_kda", "selective_scan_fn", "linear_recurrence", "hyper_connection"}
 SLOWLY |= {"linear_cross_entropy", "linear_log_probs_and_entropy", "linear_generalized_jsd"}
 SIZES = [
@@ -62,7 +62,7 @@ def test_a_function_is_one_graph(function: Function, is_dynamic: bool) -> None:
 def layer_cases() -> list:
     """Return a case of each layer; most wait for a long run, since there are graphs of the functions that they call."""
     cases = {case.name: case for case in CASES if case.name != LOOKS}
-    late = {name for number, name in enumerate(sorted(cases, key=LAYERS.get)) if number % 5}
+    late = {name for number, name in enumerate(sorted(cases, key=LAYERS.get)) if number % 9}
     late |= {name for name in cases if LAYERS[name] == "LinearAttention"}
     return [pytest.param(case, marks=[pytest.mark.long] * (name in late), id=name) for name, case in cases.items()]
 

@@ -17,7 +17,8 @@ from kernels_ext_npu.distribution.variants import names
 from tests.localhub import LocalHub
 from tests.support.forking import Forks
 
-pytestmark = pytest.mark.software  # the page counts
+# the page counts; its tests run in a clone of their own
+pytestmark = [pytest.mark.software, pytest.mark.long]
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "adding-a-kernel.md"
 BLOCK = re.compile(

@@ -90,7 +90,8 @@ def test_nothing_crosses_a_bound(kernel: ModuleType, by_channel: bool) -> None:
     close(out[:, 30:], alone)
 
 
-@pytest.mark.parametrize("by_channel", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("by_channel", [False, True])
 def test_compiled_they_are_one_graph_that_gives_the_same(kernel: ModuleType, by_channel: bool) -> None:
     """The same operators but for where states are written: to a rounding or two."""
     torch.compiler.reset()

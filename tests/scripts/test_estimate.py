@@ -32,6 +32,7 @@ def rebuilt() -> list[steps.Step]:
     return [steps.rebuild(case) for case in DATA["steps"]]
 
 
+@pytest.mark.long
 def test_peaks_of_memory_are_those_that_were_measured(counted) -> None:
     """Without the workspaces that kernels ask for they are at most 20 MiB less, and most of them are the same.
 
@@ -70,6 +71,7 @@ def test_the_other_half_is_near_and_within_the_range_that_is_printed(counted, ap
     assert round(fitting.spread(tested), 2) == SPREAD
 
 
+@pytest.mark.long
 def test_whole_steps_are_within_a_quarter_but_for_one(rebuilt) -> None:
     """Nothing of a step was fitted. Of the prefill of experts half is missing: docs/estimates.md says what."""
     assert len(rebuilt) == 7

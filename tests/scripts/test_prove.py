@@ -135,6 +135,7 @@ def run(root: Path, *tests: str, proof: Proof = OWN) -> Outcome:
     return prove(proof, interpreter, [], root, *tests)
 
 
+@pytest.mark.long
 def test_a_run_reports_what_it_compared_each_layer_that_fails_and_each_other_variant(clone: Path, capsys) -> None:
     source = clone / "RMSNorm" / "build" / "torch-npu" / "functional.py"
     text = source.read_text()

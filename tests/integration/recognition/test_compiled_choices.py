@@ -42,7 +42,7 @@ from tests.integration.recognition.test_recognised_moe_blocks import counted, in
 from tests.support import npu_counts
 
 # the others wait for a long run: each takes seconds
-QUICKLY = {(SortingBlock, True), (SigmoidBlock, False)}
+QUICKLY = {(SortingBlock, True)}
 QUICK_CHANGES = {"how many", "an expert", "the forward of experts", "the activation of one expert", "the mode"}
 QUICK_ROUTERS = {GroupPicker, BestGroups, LaterSoftmax, NarrowGate}
 

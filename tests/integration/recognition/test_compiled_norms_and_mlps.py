@@ -28,7 +28,6 @@ from tests.integration.recognition.spellings.other_peoples_longer_mlps import (
     DroppedInside,
     Dropping,
     DroppingInTheEnd,
-    Normed,
     Scaling,
     T5Dense,
     Viewed,
@@ -60,7 +59,7 @@ from tests.integration.recognition.test_recognised_norms_and_mlps import SERVED,
 
 # the others wait for a long run: each takes most of a second
 QUICKLY = {MetaNorm, NormOfConstants, ResidualNorm, TupleNorm, Centred, GateFirst, GeluByPower, MetaMLP, ByConfig}
-QUICKLY |= {Packed, Normed, Dropping, ClampedBoth}
+QUICKLY |= {Packed, Dropping}
 # of two products the kernel computes no scaled unit in one launch
 WITHOUT_OPERATOR = "ScaledSwiGLUMLP"
 

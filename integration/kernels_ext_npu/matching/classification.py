@@ -66,7 +66,8 @@ _LINEAR_NAMES = re.compile(r"(causal_conv1d|mamba|selective)_\w+|(chunk|fused_re
 _ATTENTION_BY_NAME = {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"}
 _ATTENTION_NAMES = re.compile("Attention")
 _OTHER_ATTENTION = re.compile("Deformable|Pooling|GRU|AttentionMap|InvariantPoint")  # no queries over keys
-_SOFTMAX = {"softmax", "scaled_dot_product_attention"}
+_SDPA = "scaled_dot_product_attention"
+_SOFTMAX = {"softmax", _SDPA}
 # the projections of gated MLPs, as transformers names them
 _GATED = (
     {"gate_proj", "up_proj"},
@@ -135,14 +136,26 @@ def calls_attention_by_name(cls: type[nn.Module]) -> bool:
 
 
 def attends(cls: type[nn.Module]) -> bool:
-    """Tell whether a class computes attention: by the name in its config, or by its own name and a softmax."""
-    if calls_attention_by_name(cls):
+    """Tell whether a class computes attention: by the name in its config, or by its own name and a softmax.
+
+    Other people's code that calls torch's attention has any name.
+    """
+    if calls_attention_by_name(cls) or calls_sdpa(cls):
         return True
-    if not _ATTENTION_NAMES.search(cls.__name__) or _OTHER_ATTENTION.search(cls.__name__):
-        return False
+    is_named = _ATTENTION_NAMES.search(cls.__name__) and not _OTHER_ATTENTION.search(cls.__name__)
+    return bool(is_named) and not _SOFTMAX.isdisjoint(_used_names(cls))
+
+
+def calls_sdpa(cls: type[nn.Module]) -> bool:
+    """Tell whether a class of other people's code calls torch's attention in its forward, or in a method that has."""
+    return cls.__module__.partition(".")[0] not in ("torch", "transformers") and _SDPA in _used_names(cls)
+
+
+def _used_names(cls: type[nn.Module]) -> set[str]:
+    """Return the attributes and global names that a forward uses, and those methods of its class that it names."""
     used = referenced_names(inspect.unwrap(cls.forward))
     helpers = [inspect.unwrap(value) for name, value in vars(cls).items() if name in used and callable(value)]
-    return any(each & _SOFTMAX for each in (used, *map(referenced_names, helpers)))
+    return set().union(used, *map(referenced_names, helpers))
 
 
 def attends_by_itself(cls: type[nn.Module]) -> bool:

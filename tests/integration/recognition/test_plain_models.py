@@ -94,3 +94,24 @@ def test_a_plain_model_is_compiled_as_its_classes_compute(registered, plain) -> 
     torch.testing.assert_close(
         compiled(*arguments).cpu(), plain(*(each.cpu() for each in arguments)), rtol=1e-4, atol=1e-4
     )
+
+
+class Mixer(nn.Module):
+    """Attends under a name that says nothing, in a method that its forward calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def mix(self, x):
+        return F.scaled_dot_product_attention(*self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4))
+
+    def forward(self, x):
+        return self.mix(x).transpose(1, 2).flatten(2)
+
+
+def test_attention_that_torch_computes_has_a_row_whatever_its_name(registered) -> None:
+    model = kernels_ext_npu.kernelize(nn.ModuleDict({"mixer": Mixer(), "linear": nn.Linear(32, 32)}).to("npu"))
+    (row,) = [row for row in rows(model) if row.path == "mixer"]
+    assert not row.swapped
+    assert "torch's scaled_dot_product_attention, which torch_npu computes" in row.reason

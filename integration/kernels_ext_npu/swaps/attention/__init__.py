@@ -21,7 +21,8 @@ from kernels_ext_npu.binding.devices import compute_device, is_elsewhere
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import ATTENTION, INDEXERS
-from kernels_ext_npu.matching.classification import BIASED, UNNAMED, without_code
+from kernels_ext_npu.matching.classification import BIASED, UNNAMED, calls_sdpa, without_code
+from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.attention import (
     attn_implementation,
@@ -36,6 +37,12 @@ from kernels_ext_npu.swaps.attention.eligibility import FLEX
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 from kernels_ext_npu.transformers_internals import sdpa_drops_biases
 
+# op-plugin, ScaledDotProductAttentionKernelNpuOpApi.cpp
+BY_TORCH = Reason(
+    "torch_npu",
+    "it calls torch's scaled_dot_product_attention, which torch_npu computes in one launch where the mask is boolean, "
+    "or there is none",
+)
 LEARNED_BIAS = "it adds a learned bias to scores, which transformers' sdpa drops on NPUs"
 _DROPS_MASKS = "_attach_context_parallel_hooks"  # accelerate 1.15.0
 # methods of model classes that are replaced, each with what makes the replacement for a class that needs one
@@ -138,7 +145,7 @@ def _refusal(module: nn.Module) -> str | None:
     if indexers.is_indexer(module):
         return indexers.refusal(module)
     if not eligibility.calls_by_name(module):
-        return UNNAMED
+        return BY_TORCH if calls_sdpa(type(module)) else UNNAMED
     if NPU_FLASH_ATTENTION.is_named_by(module.config):
         return None
     if not (eligibility.names_flex(module.config) or eligibility.serves_config(module.config)):  # type: ignore[arg-type]

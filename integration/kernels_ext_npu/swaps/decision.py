@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 LIBRARIES = ("torch.", "transformers.")  # whose classes and functions are no other people's code
+RECOGNISED = "recognised"  # owner of the forwards of modules that were found by running them
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from kernels_ext_npu import catalogue
 from kernels_ext_npu.binding import forward_binding, registration
 from kernels_ext_npu.binding.devices import is_elsewhere
 from kernels_ext_npu.binding.forward_binding import bound_kernel, bound_layer, kernel_forward
+from kernels_ext_npu.binding.loaded_kernels import forward_owner
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, Kind
 from kernels_ext_npu.distribution import kernels_internals, sources
@@ -31,7 +32,7 @@ from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.recognition.computed import NotRecognised
 from kernels_ext_npu.swaps import experts, refusals
-from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
+from kernels_ext_npu.swaps.decision import RECOGNISED, Decision, Finder, Swapping, View
 
 # kinds of which no kernel is expected to serve all modules
 _PARTLY_SERVED = (catalogue.TABLES, catalogue.LAYER_NORMS, catalogue.PATCHES)
@@ -59,7 +60,8 @@ def find(view: View) -> list[Decision]:
     """Decide which layer serves each module of a kind that kernels serve, or that has a kernel."""
     found = []
     for path, module in view.named:
-        if module in view.recognised:
+        is_recognised = "forward" in vars(module) and forward_owner(module) == RECOGNISED
+        if is_recognised or module in view.recognised:  # another finder decides
             continue
         facts = view.facts[type(module)]
         kernel = bound_kernel(module) if "forward" in vars(module) else None

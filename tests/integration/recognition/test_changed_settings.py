@@ -75,6 +75,26 @@ def test_another_setting_is_looked_at_again(registered) -> None:
     torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("other", [lambda self, x: x.relu(), lambda self, x: MetaNorm.forward(self, x) * 2])
+def test_a_forward_that_no_kernel_computes_has_a_row_as_long_as_the_kernel_is_there(
+    registered, monkeypatch, other
+) -> None:
+    class Unit(MetaNorm):
+        """Under a name that says nothing."""
+
+        def forward(self, x):
+            return MetaNorm.forward(self, x)
+
+    model = kernels_ext_npu.kernelize(Block(Unit()).to("npu"))
+    assert said(model) == [("RMSNorm", True)]
+    monkeypatch.setattr(Unit, "forward", other)
+    (row,) = [row for row in rows(model) if row.path == "part"]
+    assert (row.kernel, row.swapped) == ("RMSNorm", False)
+    assert row.reason.startswith("changed since it was swapped in: no kernel computes what its forward computes")
+    kernels_ext_npu.kernelize(model)
+    assert "forward" not in vars(model.part)
+
+
 @pytest.mark.parametrize("owner", ["module", "class"])
 def test_what_stands_on_the_class_is_a_setting_too(registered, owner: str) -> None:
     class Norm(MetaNorm):

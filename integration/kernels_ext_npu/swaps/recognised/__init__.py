@@ -24,14 +24,13 @@ from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
-from kernels_ext_npu.swaps.decision import LIBRARIES, Decision, Finder, Swapping, View
+from kernels_ext_npu.swaps.decision import LIBRARIES, RECOGNISED, Decision, Finder, Swapping, View
 from kernels_ext_npu.swaps.gate_up_layout import why_apart
 
 if TYPE_CHECKING:
     from kernels_ext_npu.recognition.computed import Recognised, Steps
     from kernels_ext_npu.recognition.moe_blocks.formulas import MoEBlock
 
-_OWNER = "recognised"
 _IDENTITY = nn.Identity()
 _WHAT = "_kernels_recognised"  # attribute of a forward of ours: what the module was recognised as
 
@@ -43,9 +42,12 @@ def find(view: View) -> Iterator[Decision]:
     """
     for path, module in view.named:
         what = view.recognised.get(module)
-        if what is not None and not (what.computed.rotation and _calls_rotation(view, module)):
-            before = getattr(vars(module).get("forward"), _WHAT, None)  # a method has what its function has
-            present = before and before.computed.layer
+        before = getattr(vars(module).get("forward"), _WHAT, None)  # a method has what its function has
+        present = before and before.computed.layer
+        if what is None and present:
+            reason: str | None = refusals.unknown_forward(view.not_recognised.get(module))
+            yield Decision(path, module, None, reason, present, kind=KIND_OF_LAYER[present].in_models)
+        elif what is not None and not (what.computed.rotation and _calls_rotation(view, module)):
             layer = what.computed.layer or None
             kind = KIND_OF_LAYER[layer].in_models if layer else ROTARY.in_models
             layer = None if what.computed.refused else layer
@@ -72,13 +74,13 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
             method.make()
     fitting = {decision.module: decision.make for decision in wanted if decision.function is None}
     forwards = {module: make() for module, make in fitting.items() if make is not None}
-    for module in view.owned(_OWNER):
+    for module in view.owned(RECOGNISED):
         if vars(module)["forward"].__func__ is not forwards.get(module):
-            set_forward(module, None, _OWNER)
+            set_forward(module, None, RECOGNISED)
     for module, forward in forwards.items():
         if (rotation := view.recognised[module].computed.rotation) is not None and "forward" not in vars(module):
             rotation.left = None
-        set_forward(module, forward, _OWNER)
+        set_forward(module, forward, RECOGNISED)
         if (pair := _gate_and_up(module, view.recognised[module])) is not None:
             registration.package("SwiGLU").packing.pack(*pair)
     for module, block in _blocks(view, forwards):  # once their experts have their forwards
@@ -205,14 +207,14 @@ def _forward_with(package: ModuleType, what: Recognised, matched: FunctionType) 
         from kernels_ext_npu.swaps.recognised.rotations import make_module_forward
 
         turning = make_module_forward(what, matched)
-        turning.__qualname__ = f"{_OWNER}.{turning.__name__}"
+        turning.__qualname__ = f"{RECOGNISED}.{turning.__name__}"
         setattr(turning, _WHAT, what)
         return turning
     if computed.block is not None:
         from kernels_ext_npu.swaps.recognised import moe_blocks
 
         at_once = moe_blocks.make_block_forward(what, matched)
-        at_once.__qualname__ = f"{_OWNER}.{at_once.__name__}"
+        at_once.__qualname__ = f"{RECOGNISED}.{at_once.__name__}"
         setattr(at_once, _WHAT, what)
         return at_once
     layer = getattr(package.layers, computed.layer).forward
@@ -249,7 +251,7 @@ def _forward_with(package: ModuleType, what: Recognised, matched: FunctionType) 
         from kernels_ext_npu.swaps.recognised.routers import make_router_forward
 
         made = make_router_forward(package, computed.router, matched)
-    made.__qualname__ = f"{_OWNER}.{made.__name__}"
+    made.__qualname__ = f"{RECOGNISED}.{made.__name__}"
     guarded = guarded_forward(made, matched, holds)
     setattr(guarded, _WHAT, what)
     return guarded

@@ -23,6 +23,14 @@ _GLOBAL_HOOKS = (_global_forward_hooks, _global_forward_pre_hooks, _global_backw
 COMPUTED: Final = object()  # stands for what a class makes when it is asked, such as a parametrized weight
 
 
+def written_class(cls: type) -> Any:
+    """Return a class without what torch.distributed puts in front of it, as FSDP2 does with what it shards."""
+    for base in cls.__mro__:
+        if not base.__module__.startswith("torch.distributed."):
+            return base
+    return cls
+
+
 def has_hooks(module: object) -> bool:
     """Tell whether calls of a module run hooks, its own or those of all modules. A function has none."""
     if not isinstance(module, nn.Module):

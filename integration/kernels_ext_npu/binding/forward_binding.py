@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -32,7 +31,14 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.binding import registration, step_aside
-from kernels_ext_npu.binding.loaded_kernels import MATCHED, OWNER, forward_owner, kernel_name, layer_name
+from kernels_ext_npu.binding.loaded_kernels import (
+    MATCHED,
+    OWNER,
+    forward_owner,
+    kernel_name,
+    kernel_package,
+    layer_name,
+)
 from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.distribution import kernels_internals
@@ -117,28 +123,27 @@ def decorates_own(module: nn.Module) -> bool:
     return bound is not None and inspect.unwrap(bound, stop=lambda function: function is own) is own
 
 
-def bound_kernel(module: nn.Module) -> tuple[str, Any] | None:
-    """Return the layer of ours that computes a module, also below wrappers, and its package; None if none does."""
+def our_forward(module: nn.Module) -> Any:
+    """Return the forward of ours that computes a module, also below wrappers; None if none does."""
     bound = vars(module).get("forward")
     if bound is None:
         return None
-    function: Any = getattr(bound, "__func__", None)
+    function = getattr(bound, "__func__", None)
     if not hasattr(function, OWNER):
         function = own_forward(module)
-    owner = getattr(function, OWNER, None)
-    return (owner, sys.modules[function.__module__.partition(".")[0]]) if owner in LAYERS else None
+    return function if hasattr(function, OWNER) else None
 
 
 def bound_layer(module: nn.Module) -> str | None:
     """Return the layer of ours that computes a module, also below wrappers; None if none does."""
-    found = bound_kernel(module)
-    return found[0] if found else None
+    owner = getattr(our_forward(module), OWNER, None)
+    return owner if owner in LAYERS else None
 
 
 def bound_package(module: nn.Module) -> Any:
     """Return the package of the kernel of ours that computes a module; None if none does."""
-    found = bound_kernel(module)
-    return found[1] if found else None
+    function = our_forward(module)
+    return kernel_package(function) if getattr(function, OWNER, None) in LAYERS else None
 
 
 def install(patches: Patches, serves: Callable[[nn.Module, str], bool]) -> None:

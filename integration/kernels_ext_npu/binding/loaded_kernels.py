@@ -5,8 +5,9 @@ Forwards of ours are marked.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 
 from torch import nn
 
@@ -27,6 +28,11 @@ def kernel_name(forward: Callable | None) -> str | None:
 
         _names[package] = next((str(k.metadata.name) for k in get_loaded_kernels() if k.metadata.id == package), None)
     return _names[package]
+
+
+def kernel_package(forward: Callable) -> ModuleType:
+    """Return the package of the kernel that a forward function of ours is of."""
+    return sys.modules[forward.__module__.partition(".")[0]]
 
 
 def layer_name(forward: Callable | None) -> str | None:

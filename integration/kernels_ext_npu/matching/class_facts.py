@@ -9,6 +9,7 @@ from torch import nn
 
 from kernels_ext_npu.catalogue import ACTIVATIONS, MLPS, NORMS, Kind
 from kernels_ext_npu.matching.classification import (
+    LIBRARIES,
     attends,
     calls_attention_by_name,
     classify_class,
@@ -17,6 +18,7 @@ from kernels_ext_npu.matching.classification import (
 from kernels_ext_npu.matching.fingerprint import is_experts_class
 from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
+from kernels_ext_npu.module_state import written_class
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.syntax.indexers import indexer_rewriter
 
@@ -34,6 +36,7 @@ class ClassFacts(NamedTuple):
         names_attention: whether it calls the attention that its config names.
         is_indexer: whether it is an indexer whose forward is known.
         is_experts: whether it calls the experts implementation that its config names.
+        is_others: whether it is of other people's code.
         is_run: whether it is run to find what it computes: no pattern knows it, and it may be what a layer computes.
         functions: those that it calls, and that kernels may serve.
     """
@@ -45,6 +48,7 @@ class ClassFacts(NamedTuple):
     names_attention: bool
     is_indexer: bool
     is_experts: bool
+    is_others: bool
     is_run: bool
     functions: tuple[CalledFunction, ...]
 
@@ -55,6 +59,7 @@ def class_facts(
 ) -> ClassFacts:
     """Return what there is to know of a class that has this forward, mark of `kernels`, and methods now."""
     pattern, kind = find_pattern(cls), classify_class(cls)
+    written = cls if cls.__module__.startswith("transformers.") else written_class(cls)
     return ClassFacts(
         pattern=pattern,
         kind=kind,
@@ -63,6 +68,7 @@ def class_facts(
         names_attention=calls_attention_by_name(cls),
         is_indexer=indexer_rewriter(cls) is not None,
         is_experts=is_experts_class(cls),
+        is_others=not written.__module__.startswith(LIBRARIES),
         is_run=pattern is None and _is_run(cls, forward, kind),
         functions=called_functions(cls),
     )

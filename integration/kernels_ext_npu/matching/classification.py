@@ -21,12 +21,14 @@ from kernels_ext_npu import catalogue
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, Kind
 from kernels_ext_npu.matching.fingerprint import computes_as
 from kernels_ext_npu.matching.lookup import find_pattern
+from kernels_ext_npu.module_state import written_class
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.syntax.indexers import indexer_rewriter
 from kernels_ext_npu.syntax.source_tree import code_names, function_tree
 from kernels_ext_npu.transformers_internals import is_kernel_function, original_function
 
 COUNTED = "5.24.0"  # the newest release of transformers that is supported, which unsupported.json is about
+LIBRARIES = ("torch.", "transformers.")  # whose classes and functions are no other people's code
 # the codes of reasons why no kernel serves a class that looks like one of a kind
 CODES = ("device limit", "no operator", "needs a value on the host", "changes semantics", "unknown")
 
@@ -140,7 +142,8 @@ def attends(cls: type[nn.Module]) -> bool:
 
     Other people's code that calls torch's attention has any name.
     """
-    if calls_attention_by_name(cls) or calls_sdpa(cls):
+    is_library = cls.__module__.startswith(("transformers.", "torch.nn."))
+    if calls_attention_by_name(cls) or (not is_library and calls_sdpa(cls)):
         return True
     is_named = _ATTENTION_NAMES.search(cls.__name__) and not _OTHER_ATTENTION.search(cls.__name__)
     return bool(is_named) and not _SOFTMAX.isdisjoint(_used_names(cls))
@@ -148,13 +151,14 @@ def attends(cls: type[nn.Module]) -> bool:
 
 def calls_sdpa(cls: type[nn.Module]) -> bool:
     """Tell whether a class of other people's code calls torch's attention in its forward, or in a method that has."""
-    return cls.__module__.partition(".")[0] not in ("torch", "transformers") and _SDPA in _used_names(cls)
+    return _SDPA in _used_names(cls) and not written_class(cls).__module__.startswith(LIBRARIES)
 
 
 def _used_names(cls: type[nn.Module]) -> set[str]:
     """Return the attributes and global names that a forward uses, and those methods of its class that it names."""
     used = referenced_names(inspect.unwrap(cls.forward))
-    helpers = [inspect.unwrap(value) for name, value in vars(cls).items() if name in used and callable(value)]
+    methods = vars(written_class(cls)).items()
+    helpers = [inspect.unwrap(value) for name, value in methods if name in used and callable(value)]
     return set().union(used, *map(referenced_names, helpers))
 
 
@@ -200,7 +204,8 @@ def classify_function(name: str, function: object) -> Kind | None:
         layer = type(function).kernel_layer_name  # type: ignore[attr-defined]
         if "rotary" in layer.lower():
             return catalogue.ROTARY
-        return catalogue.LINEAR_ATTENTION if _LINEAR_NAMES.fullmatch(layer) else None
+        if original.__module__.startswith("transformers."):
+            return catalogue.LINEAR_ATTENTION if _LINEAR_NAMES.fullmatch(layer) else None
     used = referenced_names(original)
     if not ROTATING_NAMES.search(name) and not [callee for callee in used if callee.startswith("rotate")]:
         return None

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from kernels_ext_npu.module_state import written_class
 from kernels_ext_npu.syntax.source_tree import code_names
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
@@ -26,7 +27,7 @@ _MODULE_METHODS = vars(nn.Module).keys()
 class Settings(NamedTuple):
     """What a forward may read of a module, but for its weights and what is called as it is."""
 
-    cls: type[nn.Module]
+    cls: type[nn.Module]  # without what FSDP2 puts in front of it
     forward: Any  # that of the class
     members: tuple[tuple[str, Any], ...]  # numbers, strings and the like, of the module or of its class
     absent: frozenset[str]  # what its code may look for, and the module does not have
@@ -41,7 +42,7 @@ def read_settings(module: nn.Module, tensors: Collection[str] = ()) -> Settings 
 
     That is so of other tensors, of objects, and of modules inside of modules.
     """
-    cls, own = type(module), vars(module)
+    cls, own = written_class(type(module)), vars(module)
     names = names_read(cls, cls.forward)  # type: ignore[arg-type]
     held = {name: own[name] for name in names if name in own and name not in _OWN_TO_TORCH and name not in tensors}
     members = {name: value for name, value in held.items() if not is_config(value)}
@@ -75,7 +76,9 @@ def read_settings(module: nn.Module, tensors: Collection[str] = ()) -> Settings 
 
 def has_settings(module: Any, settings: Settings) -> bool:
     """Tell whether a module has these settings. Every forward asks, also in a graph, where loops are the least work."""
-    if type(module) is not settings.cls or settings.cls.forward is not settings.forward:
+    if type(module) is not settings.cls and written_class(type(module)) is not settings.cls:
+        return False
+    if settings.cls.forward is not settings.forward:
         return False
     members, children = vars(module), module._modules
     for path, value in settings.members:

@@ -18,11 +18,12 @@ from kernels import Mode
 from torch import nn
 from transformers import PreTrainedModel
 
-from kernels_ext_npu.binding.forward_binding import bound_kernel
-from kernels_ext_npu.binding.loaded_kernels import OWNER, set_forward
+from kernels_ext_npu.binding.forward_binding import our_forward
+from kernels_ext_npu.binding.loaded_kernels import OWNER, kernel_package, set_forward
 from kernels_ext_npu.binding.registration import Registration
-from kernels_ext_npu.catalogue import ROTARY
+from kernels_ext_npu.catalogue import LAYERS, ROTARY
 from kernels_ext_npu.matching.class_facts import class_facts
+from kernels_ext_npu.matching.classification import LIBRARIES
 from kernels_ext_npu.matching.fingerprint import class_methods, compared_methods
 from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from kernels_ext_npu.recognition.rotations.functions import Rotation
 
 
-LIBRARIES = ("torch.", "transformers.")  # whose classes and functions are no other people's code
 RECOGNISED = "recognised"  # owner of the forwards of modules that were found by running them
 
 
@@ -99,6 +99,12 @@ class View:
         return [module for module, forward in forwards if getattr(forward, OWNER, None) == owner]
 
     @functools.cached_property
+    def forwards(self) -> dict[nn.Module, FunctionType]:
+        """The modules that forwards of ours compute, also below wrappers, before anything is put."""
+        bound = [module for _, module in self.named if "forward" in vars(module)]
+        return {module: ours for module in bound if (ours := our_forward(module)) is not None}
+
+    @functools.cached_property
     def calls(self) -> dict[nn.Module, tuple[CalledFunction, ...]]:
         """The functions that modules call and that a kernel may serve, in the order of the model.
 
@@ -107,7 +113,7 @@ class View:
         found: dict[nn.Module, tuple[CalledFunction, ...]] = {}
         for cls, modules in self.by_class.items():
             functions = self.facts[cls].functions
-            if not cls.__module__.startswith(LIBRARIES):
+            if self.facts[cls].is_others:
                 found |= {module: (*dict.fromkeys((*functions, *_called_by_members(module))),) for module in modules}
             elif functions:
                 found |= dict.fromkeys(modules, functions)
@@ -150,8 +156,9 @@ class View:
     @functools.cached_property
     def placed(self) -> list[tuple[nn.Module, str, Any]]:
         """The modules that layers of ours compute, each with its layer and package, once the layers are in place."""
-        bound = [module for _, module in self.named if "forward" in vars(module)]
-        return [(module, *kernel) for module, kernel in zip(bound, map(bound_kernel, bound)) if kernel is not None]
+        ours = {module: our_forward(module) for _, module in self.named if "forward" in vars(module)}
+        layers = {module: layer for module, each in ours.items() if (layer := getattr(each, OWNER, None)) in LAYERS}
+        return [(module, layer, kernel_package(ours[module])) for module, layer in layers.items()]
 
 
 def _called_by_members(module: nn.Module) -> list[CalledFunction]:

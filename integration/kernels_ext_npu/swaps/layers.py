@@ -21,8 +21,8 @@ from transformers.integrations import hub_kernels
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.binding import forward_binding, registration
 from kernels_ext_npu.binding.devices import is_elsewhere
-from kernels_ext_npu.binding.forward_binding import bound_kernel, bound_layer, kernel_forward
-from kernels_ext_npu.binding.loaded_kernels import forward_owner
+from kernels_ext_npu.binding.forward_binding import bound_layer, kernel_forward
+from kernels_ext_npu.binding.loaded_kernels import OWNER
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, Kind
 from kernels_ext_npu.distribution import kernels_internals, sources
@@ -60,13 +60,12 @@ def find(view: View) -> list[Decision]:
     """Decide which layer serves each module of a kind that kernels serve, or that has a kernel."""
     found = []
     for path, module in view.named:
-        is_recognised = "forward" in vars(module) and forward_owner(module) == RECOGNISED
-        if is_recognised or module in view.recognised:  # another finder decides
+        owner = getattr(view.forwards.get(module), OWNER, None)
+        if owner == RECOGNISED or module in view.recognised:  # another finder decides
             continue
         facts = view.facts[type(module)]
-        kernel = bound_kernel(module) if "forward" in vars(module) else None
         is_called_by_name = facts.is_experts and experts.is_called_by_name(module)
-        present = kernel[0] if kernel else experts.LAYER if is_called_by_name else None
+        present = owner if owner in LAYERS else experts.LAYER if is_called_by_name else None
         kind = facts.kind
         if kind is None and (facts.may_have_kind or not PROJECTIONS.isdisjoint(module._modules)):
             kind = classify_instance(module)

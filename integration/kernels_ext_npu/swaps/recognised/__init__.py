@@ -11,27 +11,23 @@ from collections.abc import Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
-from kernels_ext_npu.binding import registration
-from kernels_ext_npu.binding.loaded_kernels import forward_owner, set_forward
-from kernels_ext_npu.binding.step_aside import guarded_forward
+from kernels_ext_npu.binding import forward_binding, registration
+from kernels_ext_npu.binding.forward_binding import our_forward
+from kernels_ext_npu.binding.loaded_kernels import OWNER, forward_owner, marked
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, ROTARY, ROUTERS
-from kernels_ext_npu.matching.classification import rotary_methods
+from kernels_ext_npu.matching.classification import LIBRARIES, rotary_methods
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
-from kernels_ext_npu.swaps.decision import LIBRARIES, RECOGNISED, Decision, Finder, Swapping, View
+from kernels_ext_npu.swaps.decision import RECOGNISED, Decision, Finder, Swapping, View
 from kernels_ext_npu.swaps.gate_up_layout import why_apart
 
 if TYPE_CHECKING:
-    from kernels_ext_npu.recognition.computed import Recognised, Steps
+    from kernels_ext_npu.recognition.computed import Recognised
     from kernels_ext_npu.recognition.moe_blocks.formulas import MoEBlock
 
-_IDENTITY = nn.Identity()
 _WHAT = "_kernels_recognised"  # attribute of a forward of ours: what the module was recognised as
 
 
@@ -42,7 +38,7 @@ def find(view: View) -> Iterator[Decision]:
     """
     for path, module in view.named:
         what = view.recognised.get(module)
-        before = getattr(vars(module).get("forward"), _WHAT, None)  # a method has what its function has
+        before = getattr(view.forwards.get(module), _WHAT, None)
         present = before and before.computed.layer
         if what is None and present:
             reason: str | None = refusals.unknown_forward(view.not_recognised.get(module))
@@ -74,13 +70,14 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
             method.make()
     fitting = {decision.module: decision.make for decision in wanted if decision.function is None}
     forwards = {module: make() for module, make in fitting.items() if make is not None}
-    for module in view.owned(RECOGNISED):
-        if vars(module)["forward"].__func__ is not forwards.get(module):
-            set_forward(module, None, RECOGNISED)
+    for module, ours in view.forwards.items():
+        if getattr(ours, OWNER, None) == RECOGNISED and ours is not forwards.get(module):
+            forward_binding.take_out(module)
     for module, forward in forwards.items():
-        if (rotation := view.recognised[module].computed.rotation) is not None and "forward" not in vars(module):
-            rotation.left = None
-        set_forward(module, forward, RECOGNISED)
+        if our_forward(module) is not forward:
+            if (rotation := view.recognised[module].computed.rotation) is not None:
+                rotation.left = None
+            forward_binding.put(module, forward)
         if (pair := _gate_and_up(module, view.recognised[module])) is not None:
             registration.package("SwiGLU").packing.pack(*pair)
     for module, block in _blocks(view, forwards):  # once their experts have their forwards
@@ -177,20 +174,13 @@ def _refusal(module: nn.Module, what: Recognised, before: Recognised | None) -> 
     reason = refusals.elsewhere(module) or refusals.unwanted(module, LAYERS[what.computed.layer])
     if reason is not None:
         return reason
-    if "forward" in vars(module) and forward_owner(module) is None:
-        return "another library has wrapped its forward"
-    if not _are_unwatched(module, what):
+    if (wrapped := forward_binding.refuse_wrapper(module)) is not None:
+        return wrapped
+    from kernels_ext_npu.swaps.recognised.layer_forwards import are_unwatched  # models of transformers do without
+
+    if not are_unwatched(module, what):
         return "hooks watch its activation, which the kernel does not call"
     return refusals.OTHER_SETTINGS if before not in (None, what) else None
-
-
-def _are_unwatched(module: nn.Module, what: Recognised) -> bool:
-    """Tell whether nobody sees the calls of children that the layer does not call, or has replaced them."""
-    for name, _ in what.settings.children:
-        child: Any = module._modules[name]
-        if has_hooks(child) or ("forward" in vars(child) and forward_owner(child) is None):
-            return False
-    return True
 
 
 def _make_forward(what: Recognised, matched: FunctionType) -> FunctionType:
@@ -200,101 +190,20 @@ def _make_forward(what: Recognised, matched: FunctionType) -> FunctionType:
 @functools.cache
 def _forward_with(package: ModuleType, what: Recognised, matched: FunctionType) -> FunctionType:
     """Return the forward that computes by a layer what a module was recognised as."""
-    from kernels_ext_npu.recognition import module_settings  # models of transformers do without
-
-    computed = what.computed
-    if computed.rotation is not None:
+    if what.computed.rotation is not None:
         from kernels_ext_npu.swaps.recognised.rotations import make_module_forward
 
-        turning = make_module_forward(what, matched)
-        turning.__qualname__ = f"{RECOGNISED}.{turning.__name__}"
-        setattr(turning, _WHAT, what)
-        return turning
-    if computed.block is not None:
+        made = make_module_forward(what, matched)
+    elif what.computed.block is not None:
         from kernels_ext_npu.swaps.recognised import moe_blocks
 
-        at_once = moe_blocks.make_block_forward(what, matched)
-        at_once.__qualname__ = f"{RECOGNISED}.{at_once.__name__}"
-        setattr(at_once, _WHAT, what)
-        return at_once
-    layer = getattr(package.layers, computed.layer).forward
-    steps = () if computed.between is None else computed.between[1]
-    if computed.activation is not None:  # whose values no graph looks at
-        package.packing.meet(nn.ModuleDict({"act_fn": computed.activation}))
-    dropouts: dict[bool, nn.Module] = {
-        mode: nn.Dropout(p).train(mode) for p in steps if isinstance(p, float) for mode in (False, True)
-    }
+        made = moe_blocks.make_block_forward(what, matched)
+    else:
+        from kernels_ext_npu.swaps.recognised.layer_forwards import make_layer_forward
 
-    def holds(module: nn.Module) -> bool:
-        if not computed.casts and torch.is_autocast_enabled("npu"):
-            return False
-        return module_settings.has_settings(module, what.settings) and _are_unwatched(module, what)
-
-    def compute(module: nn.Module, x: Tensor, *others: Tensor | None) -> Any:
-        roles = _Roles(module, what, matched, dropouts)
-        if computed.wants_one_dtype and any(
-            p is not None and p.dtype is not x.dtype for p in roles._parameters.values()
-        ):
-            return matched(module, x, *others)
-        y = layer(roles, _call(module, computed.ahead, x), *others)
-        y = _call(module, computed.behind, y.to(x.dtype) if computed.casts_back else y)
-        return y if computed.returned is None else tuple(y if each is ... else each for each in computed.returned)
-
-    def forward(self: nn.Module, x: Tensor) -> Any:
-        return compute(self, x)
-
-    def gated_forward(self: nn.Module, x: Tensor, gate: Tensor | None = None) -> Any:
-        return compute(self, x, gate)
-
-    made: Any = gated_forward if "Gated" in computed.layer else forward
-    if computed.router is not None:
-        from kernels_ext_npu.swaps.recognised.routers import make_router_forward
-
-        made = make_router_forward(package, computed.router, matched)
-    made.__qualname__ = f"{RECOGNISED}.{made.__name__}"
-    guarded = guarded_forward(made, matched, holds)
-    setattr(guarded, _WHAT, what)
-    return guarded
-
-
-def _call(module: nn.Module, steps: Steps, x: Tensor) -> Tensor:
-    """Call children one after the other; a number is the rate of a dropout."""
-    for step in steps:
-        x = F.dropout(x, step, module.training) if isinstance(step, float) else module._modules[step](x)  # type: ignore[misc]
-    return x
-
-
-class _Roles:
-    """The members that a layer reads, by the names that it has for them.
-
-    Where all that is called between is a dropout without a module, it is one of those given, by whether it is trained.
-    """
-
-    def __init__(
-        self, module: nn.Module, what: Recognised, matched: FunctionType, dropouts: dict[bool, nn.Module]
-    ) -> None:
-        computed = what.computed
-        self.module, self.matched, self.training = module, matched, module.training
-        self._parameters = {role: module._parameters.get(name) for role, name in computed.parameters}  # type: ignore[arg-type]
-        self._modules: dict[str, Any] = {
-            role: _IDENTITY if name is None else module._modules[name] for role, name in computed.projections
-        }
-        if computed.activation is not None:
-            self._modules["act_fn"] = computed.activation
-        if computed.between is not None:
-            role, steps = computed.between
-            self._modules[role] = self._between(steps, dropouts)
-        vars(self).update(self._parameters, **self._modules, **dict(computed.numbers))
-
-    def _between(self, steps: Steps, dropouts: dict[bool, nn.Module]) -> Any:
-        if len(steps) > 1:
-            return functools.partial(_call, self.module, steps)
-        (step,) = steps
-        return dropouts[self.training] if isinstance(step, float) else self.module._modules[step]
-
-    def forward(self, *arguments: Tensor) -> Tensor:
-        """Compute what the layer leaves to the module."""
-        return self.matched(self.module, *arguments)
+        made = make_layer_forward(package, what, matched)
+    setattr(made, _WHAT, what)
+    return marked(made, RECOGNISED)
 
 
 FINDER = Finder("recognised", find, put, revert=revert, remarks=remarks)

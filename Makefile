@@ -35,7 +35,7 @@ help:
 	@echo "make clean       remove .venv"
 
 demo: build
-	@$(BIN)/kernels-ext-npu demo $(if $(MODEL),--model "$(MODEL)")
+	@$(BIN)/kernels-ext-npu demo $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 test: $(READY)
 	$(PYTEST) $(PARALLEL) -m "not long and not distributed" $(ARGS)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kernels_ext_npu.cli.terminal import console, take_device
+from kernels_ext_npu.cli.terminal import TrustRemoteCode, console, take_device
 
 
 def demo(
@@ -15,6 +15,7 @@ def demo(
         Path | None,
         typer.Option(help="A local checkpoint of a causal language model, in place of ten tiny random ones."),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Load models with use_kernels=True and compare them with their originals on the CPU.
 
@@ -23,4 +24,4 @@ def demo(
     take_device(needed=True)
     from kernels_ext_npu.demo.demonstration import show
 
-    raise typer.Exit(0 if show(console(), model) else 1)
+    raise typer.Exit(0 if show(console(), model, trust_remote_code) else 1)

@@ -9,7 +9,15 @@ from typing import Annotated
 
 import typer
 
-from kernels_ext_npu.cli.terminal import AsJson, check_picture, console, print_json, progress, take_device
+from kernels_ext_npu.cli.terminal import (
+    AsJson,
+    TrustRemoteCode,
+    check_picture,
+    console,
+    print_json,
+    progress,
+    take_device,
+)
 from kernels_ext_npu.environment import RefusedError
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -67,6 +75,7 @@ def inspect(
     plot: Annotated[
         Path | None, typer.Option(help="Draw launches and bytes by operator into this file, such as inspect.png.")
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what the kernels would do for a model, without its weights and without an NPU.
@@ -104,7 +113,7 @@ def inspect(
         mesh = Mesh(tp, ep, max(cp, ep // tp) if fsdp is None else fsdp, cp)
         check(mesh)
         task = shown.add_task("", total=None)
-        subject = find(model)
+        subject = find(model, trust_remote_code)
         if cann:
             subject.remarks.append(f"kernels: as they are on CANN {cann}")
         inspection = inspecting.inspect(

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 AsJson = Annotated[bool, typer.Option("--json", help="A report on standard output, and nothing else there.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the code that a checkpoint brings: read it before.")
+]
 
 _ASCII = dict(zip("–—−×·“”‘’", "---x*\"\"''")) | {"…": "...", "→": "->"}
 

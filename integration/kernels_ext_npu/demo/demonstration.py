@@ -33,15 +33,15 @@ FUSED = {
 }
 
 
-def show(console: Console, checkpoint: Path | None = None) -> bool:
-    """Show the tiny models, or a checkpoint, and return whether everything agreed."""
+def show(console: Console, checkpoint: Path | None = None, trusts_code: bool = False) -> bool:
+    """Show the tiny models, or a checkpoint, whose own code may run if so, and return whether everything agreed."""
     logging.disable_progress_bar()
     kernels_ext_npu.register()
     console.print(machine(description.describe()))
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         if checkpoint is not None:
-            results[checkpoint.name] = compare(checkpoint, steps=0)
+            results[checkpoint.name] = compare(checkpoint, steps=0, trust_remote_code=trusts_code)
         for name in track(() if checkpoint else TINY, "models", console=console, transient=True):
             save(name, Path(folder) / name)
             results[name] = compare(Path(folder) / name, STEPS, name in IN_GRAPHS)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, CompileConfig
+from transformers import CONFIG_MAPPING, AutoConfig, CompileConfig, PreTrainedConfig
 
 import kernels_ext_npu
 import softnpu
@@ -80,7 +80,7 @@ class Result:
         return close and same and (launched or not softnpu.is_software()) and not missed
 
 
-def compare(folder: Path, steps: int, in_graphs: bool = False) -> Result:
+def compare(folder: Path, steps: int, in_graphs: bool = False, trust_remote_code: bool = False) -> Result:
     """Run a model with kernels against its original, which comes first.
 
     A rotary function with a kernel is one object for the process, and would serve the original too.
@@ -89,15 +89,16 @@ def compare(folder: Path, steps: int, in_graphs: bool = False) -> Result:
         folder: the checkpoint.
         steps: of training; none for a model that is not to be changed.
         in_graphs: whether it generates a second time, with one launch for the forward of a token.
+        trust_remote_code: whether code that the checkpoint brings may run.
     """
     torch.manual_seed(0)
-    original = load(folder)
+    original = load(folder, trust_remote_code)
     made = inputs(original.config)
     expected, expected_tokens = logits(original, made), _tokens(original, made)
     expected_gradients = gradients(original, made)
     expected_losses = _losses(original, made, steps)
 
-    model = load(folder, device_map="npu", use_kernels=True)
+    model = load(folder, trust_remote_code, device_map="npu", use_kernels=True)
     moved = {name: value.to("npu") for name, value in made.items()}
     report = kernels_ext_npu.report(model)
     same_tokens = torch.equal(expected_tokens, _tokens(model, moved).cpu())
@@ -134,14 +135,18 @@ def compare(folder: Path, steps: int, in_graphs: bool = False) -> Result:
     )
 
 
-def load(folder: Path, **options: Any) -> Any:
-    """Load a checkpoint in float32; refuse one that cannot be loaded, or generates no text."""
+def load(folder: Path, trust_remote_code: bool = False, **options: Any) -> Any:
+    """Load a checkpoint in float32; refuse one that cannot be loaded, generates no text, or has code not to be run."""
     if not (folder / "config.json").is_file():
         raise RefusedError(f"{folder} is no checkpoint: a folder with config.json and weights is expected")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+        described, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)
+        if "auto_map" in described and described.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
+            raise RefusedError(f"{folder} brings its own code: with --trust-remote-code that is run")
+        config = AutoConfig.from_pretrained(folder, **local)
         if (auto := loader(config)) is not None:
-            return auto.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **options)
+            return auto.from_pretrained(folder, dtype=torch.float32, **local, **options)
     except (OSError, ValueError) as error:
         raise RefusedError(f"{folder} could not be loaded: {error}") from error
     raise RefusedError(

@@ -51,7 +51,7 @@ DATA: dict[str, list[dict[str, Any]]] = {
 def loader(config: Any) -> Any:
     """Return the auto class that loads a checkpoint and can generate; None for a model that generates no text."""
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if type(config) in auto._model_mapping:
+        if type(config) in auto._model_mapping or auto.__name__ in getattr(config, "auto_map", {}):
             return auto
     return None
 

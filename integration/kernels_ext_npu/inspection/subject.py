@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.initialization import no_init_weights
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
@@ -51,12 +53,17 @@ class Subject:
     remarks: list[str]  # what a reader of the figures has to know
 
 
-def find(name: str) -> Subject:
-    """Find what a name means: a folder, a config.json, an id in the cache, a model type, or one that is known."""
+def find(name: str, trusts_code: bool = False) -> Subject:
+    """Find what a name means: a folder, a config.json, an id in the cache, a model type, or one that is known.
+
+    Args:
+        trusts_code: whether the code that a model brings, beside its config.json, may run.
+    """
     path = Path(name).expanduser()
     remarks: list[str] = []
+    own_class = None
     if path.is_file() or (path / "config.json").is_file():
-        config = _read(path)
+        config, own_class = _read(path, trusts_code)
     elif name in CONFIG_MAPPING_NAMES:
         config = CONFIG_MAPPING[name]()
         remarks.append(f"sizes: what {type(config).__name__} has by default")
@@ -66,7 +73,7 @@ def find(name: str) -> Subject:
     elif path.exists():
         raise CannotInspectError(f"{path} is no checkpoint: it has no config.json")
     elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        config = _cached(name)
+        config, own_class = _read(_cached(name), trusts_code)
     else:
         near = difflib.get_close_matches(name, [*CONFIG_MAPPING_NAMES, *model_configs.PUBLISHED], 3)
         hint = f" Near to it: {', '.join(near)}." if near else ""
@@ -77,7 +84,7 @@ def find(name: str) -> Subject:
         )
     if getattr(config, "quantization_config", None) is not None:
         remarks.append("the checkpoint is quantised; counted is the model without quantisation")
-    return Subject(name, config, _model_class(config), remarks)
+    return Subject(name, config, own_class or _model_class(config), remarks)
 
 
 def build(subject: Subject, dtype: torch.dtype) -> PreTrainedModel:
@@ -199,7 +206,8 @@ def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
                     tensors[name] = nn.Parameter(wide) if tensors is module._parameters else wide
 
 
-def _read(path: Path) -> PreTrainedConfig:
+def _read(path: Path, trusts_code: bool) -> tuple[PreTrainedConfig, type[PreTrainedModel] | None]:
+    """Read a config.json, and the class of the model if it is in code beside that, which may run."""
     file = path / "config.json" if path.is_dir() else path
     try:
         described = json.loads(file.read_text())
@@ -207,21 +215,37 @@ def _read(path: Path) -> PreTrainedConfig:
         raise CannotInspectError(f"{file} is no configuration: {error}") from error
     if not isinstance(described, dict) or "model_type" not in described:
         raise CannotInspectError(f"{file} is no configuration of a transformers model: it names no model_type")
-    model_type = described["model_type"]
-    if model_type not in CONFIG_MAPPING_NAMES:
+    model_type, own_classes = described["model_type"], described.get("auto_map") or {}
+    if own_classes and not trusts_code and model_type not in CONFIG_MAPPING_NAMES:
+        raise CannotInspectError(
+            f"{file} describes a {model_type}, a model that brings its own code: with --trust-remote-code that is run"
+        )
+    is_own = bool(own_classes) and trusts_code
+    if model_type not in CONFIG_MAPPING_NAMES and not is_own:
         near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING_NAMES, 1)
         hint = f"; near to it is {near[0]}" if near else ""
         raise CannotInspectError(
-            f"{file} describes a {model_type}, which transformers {transformers.__version__} does not have{hint}. A "
-            "model that brings its own code is not built here: its code would have to be run."
+            f"{file} describes a {model_type}, which transformers {transformers.__version__} does not have{hint}"
         )
     try:
-        return AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever a configuration class makes of what is written there
+        source = file.parent if is_own else file  # what is named is looked for beside it
+        config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=is_own)
+        return config, _own_class(own_classes, source) if is_own else None
+    except CannotInspectError:
+        raise
+    except Exception as error:  # whatever a configuration class makes of what is written there, and code of its own
         raise CannotInspectError(f"{file} is no valid configuration of a {model_type}: {first_line(error)}") from error
 
 
-def _cached(name: str) -> PreTrainedConfig:
+def _own_class(named: Mapping[str, str], folder: Path) -> type[PreTrainedModel]:
+    """Return the class of a model that brings its own code, the whole model before its parts."""
+    for auto in sorted(named, key=lambda auto: auto == "AutoModel"):
+        if auto.startswith("AutoModel"):
+            return get_class_from_dynamic_module(named[auto], folder, local_files_only=True)
+    raise CannotInspectError(f"{folder / 'config.json'} names no class of a model in its auto_map")
+
+
+def _cached(name: str) -> Path:
     from huggingface_hub import constants, try_to_load_from_cache
 
     file = try_to_load_from_cache(name, "config.json")
@@ -230,7 +254,7 @@ def _cached(name: str) -> PreTrainedConfig:
             f"{name} is no folder, and the cache in {constants.HF_HUB_CACHE} has no config.json of such a model: "
             f"`hf download {name} config.json` brings it, without weights; or give a config.json or a model type"
         )
-    return _read(Path(file))
+    return Path(file)
 
 
 def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:

@@ -17,6 +17,7 @@ from kernels_ext_npu import model_configs
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.demo import model_comparison
 from kernels_ext_npu.distribution import sources
+from tests.integration.whole_models import own_code
 from tests.support.commands import refusal, run
 
 
@@ -62,6 +63,15 @@ def test_ten_models_agree_and_every_norm_is_one_launch() -> None:
 def test_a_checkpoint_of_ones_own_is_shown(checkpoint) -> None:
     result = run("demo", "--model", checkpoint("gemma2"))
     assert result.exit_code == 0, result.output
+    assert [values[-1] for values in tables(result.output)[-1].values()] == ["yes"]
+
+
+def test_a_checkpoint_that_brings_its_code_is_shown_once_that_is_trusted(tmp_path: Path) -> None:
+    folder = own_code.save(tmp_path)
+    assert "brings its own code: with --trust-remote-code that is run" in refusal("demo", "--model", folder)
+    result = run("demo", "--model", folder, "--trust-remote-code")
+    assert result.exit_code == 0, result.output
+    assert "5 of 5 norms, 2 of 2 gated MLPs, 2 of 2 rotary calls" in " ".join(result.output.split())
     assert [values[-1] for values in tables(result.output)[-1].values()] == ["yes"]
 
 

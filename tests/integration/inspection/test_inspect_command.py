@@ -17,6 +17,7 @@ from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.inspection import inspecting, printing, subject
 from kernels_ext_npu.inspection.counting import phases
 from kernels_ext_npu.measuring import roofline
+from tests.integration.whole_models import own_code
 from tests.support.commands import refusal, report, run, said
 from tests.support.sizes import sizes
 
@@ -57,6 +58,18 @@ def test_a_checkpoint_without_weights(folder: Path, tmp_path: Path) -> None:
         assert words in output
     assert all(len(line) <= 80 for line in result.output.splitlines() if str(tmp_path) not in line)
     assert image.imread(plot).shape[:2] == (1080, 1920)
+
+
+def test_a_model_that_brings_its_code_is_counted_once_that_is_trusted(tmp_path: Path) -> None:
+    folder = own_code.save(tmp_path)
+    for name in (folder, folder / "config.json"):
+        assert "brings its own code: with --trust-remote-code that is run" in refusal("inspect", name)
+        found = report("inspect", name, "--tokens", 32, "--trust-remote-code")
+        assert [row["kernel"] for row in found["modules"] if row["path"] == "layers.1.feed"] == ["FusedSwiGLUMLP"]
+        before, behind = (variant["step"]["launches"] for variant in found["variants"])
+        assert 0 < behind < before
+    (folder / "own_code.py").unlink()
+    assert "is no valid configuration of a kite" in refusal("inspect", folder, "--trust-remote-code")
 
 
 def test_a_model_has_several_names(folder: Path, monkeypatch, tmp_path: Path) -> None:

@@ -218,7 +218,8 @@ def _read(path: Path, trusts_code: bool) -> tuple[PreTrainedConfig, type[PreTrai
     model_type, own_classes = described["model_type"], described.get("auto_map") or {}
     if own_classes and not trusts_code and model_type not in CONFIG_MAPPING_NAMES:
         raise CannotInspectError(
-            f"{file} describes a {model_type}, a model that brings its own code: with --trust-remote-code that is run"
+            f"{file} describes a {model_type}, a model that brings its own code: inspect runs that with "
+            "--trust-remote-code"
         )
     is_own = bool(own_classes) and trusts_code
     if model_type not in CONFIG_MAPPING_NAMES and not is_own:

@@ -63,7 +63,7 @@ def test_a_checkpoint_without_weights(folder: Path, tmp_path: Path) -> None:
 def test_a_model_that_brings_its_code_is_counted_once_that_is_trusted(tmp_path: Path) -> None:
     folder = own_code.save(tmp_path)
     for name in (folder, folder / "config.json"):
-        assert "brings its own code: with --trust-remote-code that is run" in refusal("inspect", name)
+        assert "brings its own code: inspect runs that with --trust-remote-code" in refusal("inspect", name)
         found = report("inspect", name, "--tokens", 32, "--trust-remote-code")
         assert [row["kernel"] for row in found["modules"] if row["path"] == "layers.1.feed"] == ["FusedSwiGLUMLP"]
         before, behind = (variant["step"]["launches"] for variant in found["variants"])

@@ -8,5 +8,6 @@ from kernels_ext_npu.patterns.pattern import Pattern
 
 _files = [import_module(file.name) for file in walk_packages(patterns.__path__, f"{patterns.__name__}.")]
 _all: list[Pattern] = [pattern for file in _files for pattern in getattr(file, "PATTERNS", ())]
-PATTERNS = tuple([pattern for pattern in _all if not pattern.is_function])
-FUNCTION_PATTERNS = tuple([pattern for pattern in _all if pattern.is_function])
+_are_functions = [pattern.is_function for pattern in _all]
+PATTERNS = tuple([pattern for pattern, is_function in zip(_all, _are_functions) if not is_function])
+FUNCTION_PATTERNS = tuple([pattern for pattern, is_function in zip(_all, _are_functions) if is_function])

@@ -9,16 +9,15 @@ from torch import nn
 
 from kernels_ext_npu.catalogue import ACTIVATIONS, MLPS, NORMS, Kind
 from kernels_ext_npu.matching.classification import (
-    LIBRARIES,
     attends,
     calls_attention_by_name,
     classify_class,
     is_classified_by_name,
+    is_others,
 )
 from kernels_ext_npu.matching.fingerprint import is_experts_class
 from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.module_state import written_class
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.syntax.indexers import indexer_rewriter
 
@@ -59,7 +58,6 @@ def class_facts(
 ) -> ClassFacts:
     """Return what there is to know of a class that has this forward, mark of `kernels`, and methods now."""
     pattern, kind = find_pattern(cls), classify_class(cls)
-    written = cls if cls.__module__.startswith("transformers.") else written_class(cls)
     return ClassFacts(
         pattern=pattern,
         kind=kind,
@@ -68,7 +66,7 @@ def class_facts(
         names_attention=calls_attention_by_name(cls),
         is_indexer=indexer_rewriter(cls) is not None,
         is_experts=is_experts_class(cls),
-        is_others=not written.__module__.startswith(LIBRARIES),
+        is_others=is_others(cls),
         is_run=pattern is None and _is_run(cls, forward, kind),
         functions=called_functions(cls),
     )

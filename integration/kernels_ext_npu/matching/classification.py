@@ -142,8 +142,7 @@ def attends(cls: type[nn.Module]) -> bool:
 
     Other people's code that calls torch's attention has any name.
     """
-    is_library = cls.__module__.startswith(("transformers.", "torch.nn."))
-    if calls_attention_by_name(cls) or (not is_library and calls_sdpa(cls)):
+    if calls_attention_by_name(cls) or calls_sdpa(cls):
         return True
     is_named = _ATTENTION_NAMES.search(cls.__name__) and not _OTHER_ATTENTION.search(cls.__name__)
     return bool(is_named) and not _SOFTMAX.isdisjoint(_used_names(cls))
@@ -151,7 +150,12 @@ def attends(cls: type[nn.Module]) -> bool:
 
 def calls_sdpa(cls: type[nn.Module]) -> bool:
     """Tell whether a class of other people's code calls torch's attention in its forward, or in a method that has."""
-    return _SDPA in _used_names(cls) and not written_class(cls).__module__.startswith(LIBRARIES)
+    return is_others(cls) and _SDPA in _used_names(cls)
+
+
+def is_others(cls: type) -> bool:
+    """Tell whether a class is of other people's code."""
+    return not written_class(cls).__module__.startswith(LIBRARIES)
 
 
 def _used_names(cls: type[nn.Module]) -> set[str]:

@@ -86,6 +86,11 @@ class Form:
         return (("float", True) in kinds and "index" not in dict(kinds)) or ("complex", True) in kinds
 
     @property
+    def table_dtype(self) -> torch.dtype:
+        """In which dtype tables are exact: complex numbers are of two float32, and some functions take no others."""
+        return torch.float32 if any(each.kind == "complex" for each in self.angles) else torch.float64
+
+    @property
     def heads(self) -> int:
         """The dimension of the heads."""
         return self.given[0].dims.index("N")

@@ -240,7 +240,7 @@ def _run(function: Callable, form: Form, values: Sequence[Any], called: set[str]
 
 def _plan(function: Callable, form: Form) -> Plan | None:
     """Return what a function computes of a form; None, or any error, if it computes something else."""
-    values, called = form.make(form.small_sizes(), torch.float64, torch.float64), set[str]()
+    values, called = form.make(form.small_sizes(), torch.float64, form.table_dtype), set[str]()
     results = _run(function, form, values, called)
     if any(result.shape != x.shape for result, x in zip(results, values)):
         raise ValueError("it returns something else")
@@ -272,7 +272,7 @@ def _is_same(function: Callable, plan: Plan, sizes: Mapping[str, int]) -> bool:
     """Tell whether a function rotates as a plan says, and its gradients are those of that."""
     form = plan.form
     for with_grad in (False, True):
-        values = form.make(sizes, torch.float64, torch.float64)
+        values = form.make(sizes, torch.float64, form.table_dtype)
         cos, sin = ask(function, plan, values, torch.float64, make_question)
         is_first = form.width is not None and sizes["S"] == 1  # whose angles a module may make, which are zero
         if not (is_first or sin.any()):  # which is no rotation

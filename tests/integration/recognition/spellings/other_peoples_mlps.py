@@ -200,6 +200,12 @@ class Sliced(Packed):
         return self.c_proj(F.silu(both[..., :INNER]) * both[..., INNER:])
 
 
+class SplitBySizes(Packed):
+    def forward(self, x):
+        gate, up = torch.split(self.c_fc(x), [INNER, INNER], dim=-1)
+        return self.c_proj(F.silu(gate) * up)
+
+
 class Unbound(Packed):
     def forward(self, x):
         gate, up = self.c_fc(x).unflatten(-1, (2, -1)).unbind(dim=-2)
@@ -212,5 +218,5 @@ PLAIN_MLPS = {
     **dict.fromkeys(SWIGLUS, "SwiGLUMLP"),
     **dict.fromkeys((TanhGated, TanhByModule, ByTableWithTanh, ByLambda, ByPartial, ByFormula), "GeGLUMLP"),
     **dict.fromkeys((ExactlyGated, ByConfig), "ExactGeGLUMLP"),
-    **dict.fromkeys((Packed, Sliced, Unbound), "FusedSwiGLUMLP"),
+    **dict.fromkeys((Packed, Sliced, SplitBySizes, Unbound), "FusedSwiGLUMLP"),
 }

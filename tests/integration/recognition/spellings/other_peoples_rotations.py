@@ -62,6 +62,19 @@ def apply_rope_kimi(xq, xk, freqs_cis):
     ).type_as(xk)
 
 
+def check_rope(x, freqs_cis):
+    assert x.ndim == freqs_cis.ndim + 1, (x.shape, freqs_cis.shape)
+    assert x.shape[:-2] == freqs_cis.shape[:-1], (x.shape, freqs_cis.shape)
+    assert freqs_cis.dtype == torch.complex64, freqs_cis.dtype
+
+
+def apply_rope_checking(xq, xk, freqs_cis):
+    """Take no other complex numbers than those of float32, as the vision tower of Kimi-VL does."""
+    check_rope(xq, freqs_cis)
+    check_rope(xk, freqs_cis)
+    return apply_rope_kimi(xq, xk, freqs_cis)
+
+
 def apply_rope_litgpt(x, cos, sin):
     head_size = x.size(-1)
     x1 = x[..., : head_size // 2]
@@ -227,6 +240,13 @@ def apply_rotary_in_parts(q, cos, sin):
     return o
 
 
+def apply_rotary_splitting(q, k, cos, sin):
+    """Leave what lies behind the width of the tables as it is."""
+    rotated, rest = zip(*(x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1) for x in (q, k)))
+    q, k = (torch.cat((x * cos + rotate_half(x) * sin, y), dim=-1) for x, y in zip(rotated, rest))
+    return q, k
+
+
 def apply_rotary_einsum(q, k, cos, sin):
     def t(x):
         a, b = torch.chunk(x, 2, dim=-1)
@@ -351,6 +371,7 @@ SERVED = {
     "apply_rotary_baichuan": ("RotaryPosEmb", lambda: (*_qk(), table(1, 1, T, D), table(1, 1, T, D), _positions())),
     "apply_rotary_meta": ("RotaryPosEmbInterleaved", lambda: (*_qk(False), units(S, D // 2))),
     "apply_rope_kimi": ("RotaryPosEmbInterleaved", lambda: (*(x[0] for x in _qk(False)), units(S, D // 2))),
+    "apply_rope_checking": ("RotaryPosEmbInterleaved", lambda: (*(x[0] for x in _qk(False)), units(S, D // 2))),
     "apply_rope_litgpt": ("RotaryPosEmb", lambda: (heads(N), table(S, D), table(S, D))),
     "apply_rotary_chatglm": (
         "RotaryPosEmbInterleaved",
@@ -377,6 +398,7 @@ SERVED = {
         lambda: (heads(N, False), heads(N, False), units(S, D // 2)),
     ),
     "apply_rotary_in_parts": ("RotaryPosEmb", lambda: (heads(N), table(S, D // 2), table(S, D // 2))),
+    "apply_rotary_splitting": ("RotaryPosEmb", lambda: (*_qk(), table(S, D // 2), table(S, D // 2))),
     "apply_rotary_einsum": ("RotaryPosEmb", lambda: (*_qk(), table(S, D // 2), table(S, D // 2))),
 }
 LOOKALIKES = [name for name in list(globals()) if name.startswith("apply_") and name not in SERVED]

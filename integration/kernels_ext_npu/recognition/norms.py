@@ -30,7 +30,7 @@ _MEANS = {"mean", "sum", "norm", "vector_norm", "rms_norm", "var", "var_mean", "
 _TORCHS = torch.finfo(torch.float64).eps  # what torch's rms_norm takes in float64 if it is given no eps
 _LEAST_LENGTH = 1e-12  # torch's default: what is as short is a zero that was rounded
 _CASTS = {"to", "_to_copy"}
-_IN_ONE_OPERATOR = {"native_layer_norm"}  # torch's layer norm has a kernel of its own
+_IN_ONE_OPERATOR = {"native_layer_norm"}
 # what norms are seen to do that none does which is known, each farther on than the one before
 _OTHER_MEAN = "its numbers are those of no norm over the last dimension with an eps inside the root"
 _OTHER_NUMBERS = "its gradients, or its numbers at some magnitude, are those of no norm"
@@ -38,6 +38,7 @@ _OTHER_CALLS = "it takes what no norm takes"
 _OTHER_LIMITS = "it limits lengths in another way"
 _OTHER_ROUNDINGS = "it rounds where no kernel does"
 _SEEN = (_OTHER_MEAN, _OTHER_NUMBERS, _OTHER_CALLS, _OTHER_LIMITS, _OTHER_ROUNDINGS)
+_ONE_ALREADY = "torch's layer norm is one operator already"
 _DTYPES = [
     (torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.float32),
@@ -67,7 +68,8 @@ def find_norm(module: nn.Module) -> Computed | None:
                     if found is not None:
                         return found
     if seen:  # of several kinds the one that it is nearest to
-        nearest = max(seen, key=lambda each: _SEEN.index(each.seen) if each.seen in _SEEN else len(_SEEN))
+        places = {each: place for place, each in enumerate((*_SEEN, None, _ONE_ALREADY))}
+        nearest = max(seen, key=lambda each: places.get(each.seen, len(_SEEN)))
         raise NotRecognisedError(nearest.seen, NORMS if nearest.seen in _SEEN[1:] else None)
     return None
 
@@ -97,11 +99,11 @@ class _Norm:
         terms = Terms(magnitude * x, gate if self.is_gated else None, *weights, self.size)
         return _cast(terms, torch.float64, self.weight_dtype)
 
-    def find(self) -> Computed | None:
-        """Return what it computes; None of torch's own layer norm.
+    def find(self) -> Computed:
+        """Return what it computes.
 
         Raises:
-            NotRecognisedError: it does what no norm does that is known.
+            NotRecognisedError: it does what no norm does that is known, or calls torch's own layer norm alone.
         """
         for self.weight_dtype in (torch.float64, torch.float32):  # torch's layer norm wants those of what was cast
             if taken := taken_shapes(lambda *tokens: self.run(self.draw(*tokens))):
@@ -127,7 +129,7 @@ class _Norm:
         wide = _cast(probes[1], torch.float32, torch.float32)
         check_sizes(lambda given: self.run(wide._replace(x=given, gate=given if self.is_gated else None)), *sizes)
         if set(self.watch.called) <= _IN_ONE_OPERATOR:
-            return None
+            raise NotRecognisedError(_ONE_ALREADY)
         if not CLAMPS.isdisjoint(self.watch.called):
             self.eps = self._eps_of_least_length(first)
             if self.eps is None:

@@ -27,4 +27,6 @@ def given(plain: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def spread(rule: Rule, result: tuple[object, ...]) -> torch.Tensor:
     """Return the weights of all experts, ``[T, E]``, which say which are chosen too."""
     experts, weights = (result[place].flatten(0, -2).cpu() for place in rule.places)
+    if weights.shape != experts.shape:  # they are already
+        return weights
     return torch.zeros(len(experts), EXPERTS, dtype=weights.dtype).scatter(1, experts.long(), weights)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import kernels_ext_npu
-from tests.integration.recognition.spellings.lookalike_moe_blocks import LIKE_MOE_BLOCKS, SERVED, Like
+from tests.integration.recognition.spellings.lookalike_moe_blocks import LIKE_MOE_BLOCKS, SERVED, HasAChooser, Like
 from tests.integration.recognition.spellings.other_peoples_moe_blocks import (
     CHOSEN,
     MOE_BLOCKS,
@@ -206,6 +206,53 @@ def test_a_gate_that_draws_is_asked_at_each_call() -> None:
     model, x = in_a_model(DrawingBlock().eval()), torch.randn(2, 5, WIDTH, device="npu")
     assert is_at_once(model, x)
     assert not torch.equal(model["block"](x), model["block"](x))
+
+
+@pytest.mark.parametrize(
+    ("like", "seen"),
+    [
+        ("DispatchesByMasks", "no child, or several, give experts of tokens and their weights, or logits"),
+        ("MoEOfPlainMLPs", "they are no gated MLPs that a kernel computes"),
+        ("AddsAParameter", "what it gives is not the weighted sum of what they give"),
+        ("TellsAnObject", "it reads an object of its file, which may keep what it is told"),
+    ],
+)
+def test_the_report_says_what_a_block_has_that_none_has_which_is_served(like: str, seen: str) -> None:
+    (cls,) = (each for each in LIKE_MOE_BLOCKS if each.__name__ == like)
+    row = find_row(in_a_model(cls()))
+    assert (row.kernel, row.swapped, row.kind) == (None, False, "experts")
+    assert row.reason == f"its experts are computed one after the other: {seen}"
+
+
+def test_a_list_of_mlps_without_anything_that_chooses_is_no_block() -> None:
+    class Ensemble(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(Expert() for _ in range(3))
+            self.projection = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return sum(expert(self.projection(x)) for expert in self.experts)
+
+    assert not [row for row in rows(in_a_model(Ensemble())) if row.path == "block"]
+
+
+def test_a_gate_that_is_a_linear_layer_itself_says_which_experts_it_chose() -> None:
+    class Gate(nn.Linear):
+        def forward(self, x):
+            weights, chosen = super().forward(x).softmax(-1).topk(CHOSEN, -1)
+            return chosen, weights, None
+
+    class LinearBlock(HasAChooser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = Gate(WIDTH, len(self.experts), bias=False)
+
+    plain = LinearBlock().eval()
+    model, x = in_a_model(plain), tokens(plain)
+    assert is_at_once(model, x.npu())
+    with torch.no_grad():  # sums of some products of float32 in another order
+        torch.testing.assert_close(model["block"](x.npu()).cpu(), plain(x), rtol=1e-5, atol=1e-5)
 
 
 def test_the_report_says_why_a_block_computes_its_experts_one_after_the_other() -> None:

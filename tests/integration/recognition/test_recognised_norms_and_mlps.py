@@ -185,6 +185,8 @@ def test_of_a_gate_that_no_operator_takes_the_report_says_so(registered) -> None
         ("EpsOutside", "no norm over the last dimension with an eps inside"),
         ("DetachedMean", "its gradients"),
         ("NotInHalf", "it rounds where no kernel does"),
+        ("OneOperator", "torch's layer norm is one operator already"),
+        ("OneOperatorWithoutBias", "torch's layer norm is one operator already"),
         ("Dropping", "it calls empty_like"),
         ("Counting", "it writes to"),
         ("ReluGated", "it calls relu"),

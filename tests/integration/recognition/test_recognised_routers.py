@@ -53,8 +53,7 @@ def test_its_gradients_are_those_of_its_formula(registered, cls: type[nn.Module]
     result = model.part(ours)
     logits = [each for each in result if torch.is_tensor(each) and each.shape[-1:] == (EXPERTS,)]
     assert all(each.requires_grad for each in logits)
-    experts, weights = (result[place] for place in rule.places)
-    (weights.double().cpu() * factors[experts.long().cpu()]).square().sum().backward()
+    (spread(rule, result).double() * factors).square().sum().backward()
     for mine, other in [(ours, theirs), *zip(model.part.parameters(), plain.parameters(), strict=True)]:
         if other.requires_grad:  # of sums of ten products of float32
             torch.testing.assert_close(mine.grad.cpu().double(), other.grad.double(), rtol=1e-4, atol=1e-5)

@@ -89,7 +89,7 @@ def read_experts(
 
 def read_gate(name: str, child: Any, experts: Experts) -> Gate | None:
     """Return what a child returns, if that may be experts of tokens and their weights, or logits; None if not."""
-    if is_linear(child):
+    if is_linear(child) and not _gives_several(child):
         return Gate(name, None, {}) if child.out_features == experts.number else None
     settings = read_settings(child, tuple(child._buffers))
     if settings is None or sum(p.numel() for p in child.parameters()) > max(
@@ -121,6 +121,18 @@ def read_gate(name: str, child: Any, experts: Experts) -> Gate | None:
     shape = tensors[indices[0]].shape
     weights = [p for p, each in tensors.items() if each.is_floating_point() and each.shape == shape]
     return known(indices[0], weights[0], shape[1]) if len(weights) == 1 else None
+
+
+def _gives_several(child: Any) -> bool:
+    """Tell whether a child that is a linear layer returns several values: it is one that chooses itself."""
+    if type(child).forward is nn.Linear.forward:
+        return False
+
+    def run() -> Any:
+        made = _random_stand_in(child, torch.float32, False)
+        return type(child).forward(made, torch.randn(6, child.in_features))
+
+    return isinstance(attempt(run), tuple)
 
 
 def _is_by_sequence(value: Any) -> bool:

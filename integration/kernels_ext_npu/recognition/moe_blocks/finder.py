@@ -8,6 +8,7 @@ experts of each token give, times its weights; and so have the gradients.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -19,7 +20,7 @@ from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.recognition.computed import Computed, NotRecognised, Recognised
 from kernels_ext_npu.recognition.module_settings import Settings, is_linear, numbers, reads_objects
 from kernels_ext_npu.recognition.moe_blocks.children import read_experts, read_gate
-from kernels_ext_npu.recognition.moe_blocks.formulas import Choice, Mode, MoEBlock, possible_choices
+from kernels_ext_npu.recognition.moe_blocks.formulas import Choice, Experts, Mode, MoEBlock, possible_choices
 from kernels_ext_npu.recognition.moe_blocks.runs import BlockRun, Parts, Probe
 from kernels_ext_npu.recognition.watched_runs import MAGNITUDES, attempt, autocast, takes
 
@@ -27,6 +28,8 @@ _WIDTH = 8  # of tokens, unless a block asks for its own
 _MANY = 4096  # tokens, up to which a number in the code of a block is tried
 _LARGEST = 2**22  # values in what is tried
 _ONE_BY_ONE = "its experts are computed one after the other"
+_OTHER_EXPERTS = "they are no gated MLPs that a kernel computes"
+_CALLED_SO = re.compile("[Ee]xpert|M[Oo]E")
 
 
 def find_moe_block(
@@ -43,25 +46,51 @@ def find_moe_block(
         module: the block.
     """
     experts = read_experts(module, recognise)
+    if experts is None:
+        return _refused(_OTHER_EXPERTS) if _sends_to_a_list(module) and _is_called_so(module) else None
+    parts = _read_parts(module, experts)
+    if isinstance(parts, str):
+        return _refused(parts) if _sends_to_a_list(module) else None
+    trial = _Trial(parts, settings)
+    block = trial.find()
+    return _refused(trial.seen) if block is None else Computed("GatedMoEBlock", block=block)
+
+
+def _refused(seen: str) -> Computed:
+    return Computed("GatedMoEBlock", refused=Reason("unknown", f"{_ONE_BY_ONE}: {seen}"))
+
+
+def _sends_to_a_list(module: nn.Module) -> bool:
+    """Tell whether a block with a list has a weight with a number for each module of the list."""
+    lists = {name: child for name, child in module._modules.items() if isinstance(child, nn.ModuleList)}
+    others = [(name, p.shape) for name, p in module.named_parameters() if name.partition(".")[0] not in lists]
+    return len(lists) == 1 and any(len(listed) in shape for listed in lists.values() for _, shape in others)
+
+
+def _is_called_so(module: nn.Module) -> bool:
+    return any(map(_CALLED_SO.search, (type(module).__name__, *module._modules)))
+
+
+def _read_parts(module: nn.Module, experts: Experts) -> Parts | str:
+    """Return the parts of a block with these experts, or what is otherwise than in any that is served."""
     own = {name: each for name, each in {**module._parameters, **module._buffers}.items() if each is not None}
-    if experts is None or not takes(module, 1) or reads_objects(type(module)):
-        return None
+    if not takes(module, 1):
+        return "it takes more than tokens"
+    if reads_objects(type(module)):
+        return "it reads an object of its file, which may keep what it is told"
     if [p.numel() for p in own.values()] not in ([], [experts.number]):
-        return None
+        return "it has other weights of its own"
     others = {name: child for name, child in module._modules.items() if child is not None and name != experts.name}
     gates = [gate for name, child in others.items() if (gate := read_gate(name, child, experts)) is not None]
     if len(gates) != 1:
-        return None
+        return "no child, or several, give experts of tokens and their weights, or logits"
     (gate,) = gates
     shared = [name for name, child in others.items() if name != gate.name and not is_linear(child)]
     weighing = [name for name, child in others.items() if name != gate.name and is_linear(child)]
     if max(len(shared), len(weighing)) > 1 or (weighing and others[weighing[0]].out_features != 1):
-        return None
+        return "it has other children than a gate, and an expert of all tokens with its own"
     each, shared_expert, shared_gate = (next(iter(names), None) for names in (own, shared, weighing))
-    trial = _Trial(Parts(module, experts, gate, shared_expert, shared_gate, each), settings)
-    if (block := trial.find()) is not None:
-        return Computed("GatedMoEBlock", block=block)
-    return Computed("GatedMoEBlock", refused=Reason("unknown", f"{_ONE_BY_ONE}: {trial.seen}"))
+    return Parts(module, experts, gate, shared_expert, shared_gate, each)
 
 
 class _Trial:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.recognition.computed import Computed
-from kernels_ext_npu.recognition.module_settings import is_config, is_linear, is_opaque, is_setting, names_read, numbers
-from kernels_ext_npu.recognition.routers.formulas import Gating, Output, Router
+from kernels_ext_npu.recognition.module_settings import is_config, is_linear, is_opaque, names_read, numbers
+from kernels_ext_npu.recognition.routers.formulas import Gating, Output, Router, spread
 from kernels_ext_npu.recognition.routers.roundings import DTYPES, find_dtypes
-from kernels_ext_npu.recognition.routers.trials import RouterTrial
+from kernels_ext_npu.recognition.routers.trials import RouterTrial, read_output, read_weights
 from kernels_ext_npu.recognition.watched_runs import (
     NotRecognisedError,
     OwnOperatorError,
@@ -100,10 +100,12 @@ class _Search:
             trial.draw_matrix(dtype)
             if shapes := taken_shapes(lambda *tokens: trial.run(trial.draw(*tokens), trial.tensors)):
                 break
-        # some take others and mean nothing by it
-        shapes = [each for each in shapes if _places(x := trial.draw(*each), trial.run(x, trial.tensors)) is not None]
         if not shapes:
             return None
+        # some take others and mean nothing by it
+        shapes = [each for each in shapes if self._places(x := trial.draw(*each), trial.run(x, trial.tensors))]
+        if not shapes:
+            raise NotRecognisedError("it does not return experts, and as many weights, for each token")
         self.routes, first = True, shapes[0]
         x = trial.draw(8 * first[0], *first[1:])
         result = trial.run(x, trial.tensors)
@@ -138,10 +140,21 @@ class _Search:
             raise NotRecognisedError("it rounds in another way")
         return Computed(_layer(router), router=router, casts=False)
 
+    def _places(self, x: Tensor, result: tuple[Any, ...]) -> tuple[int, list[int]] | None:
+        """Return where in a result its experts are, and what may be their weights; None if it has not one of each."""
+        tensors = {place: each for place, each in enumerate(result) if isinstance(each, Tensor) and each.dim()}
+        whole = [place for place, each in tensors.items() if each.dtype in (torch.int64, torch.int32)]
+        if len(whole) != 1 or tensors[whole[0]].shape[:-1] not in (x.shape[:-1], (x.shape[:-1].numel(),)):
+            return None
+        *rows, k = tensors[whole[0]].shape
+        shapes = (*rows, k), (*rows, self.trial.experts)
+        alike = [place for place, each in tensors.items() if each.is_floating_point() and each.shape in shapes]
+        return (whole[0], alike) if alike else None
+
     def _weighing(self, x: Tensor, result: tuple[Any, ...]) -> Iterator[Router]:
         """Yield what may weigh the chosen experts so."""
         trial, tokens = self.trial, x.shape[:-1]
-        if (places := _places(x, result)) is None:
+        if (places := self._places(x, result)) is None:
             return
         whole, alike = places
         experts = result[whole]
@@ -151,12 +164,14 @@ class _Search:
             gating = Gating(experts.shape[-1], name)
             router = Router(gating, trial.weight, trial.is_transposed, offset=offset)
             logits, scores, _ = trial.scores(router, x, trial.tensors)
-            names = {whole: "experts", place: "weights"}
+            if (found := read_weights(result[place], experts)) is None:
+                continue
+            names = {whole: "experts", place: found[0]}
             others = {"logits": logits, "scores": scores}
-            outputs = [_output(each, tokens, names.get(i), others) for i, each in enumerate(result)]
+            outputs = [read_output(each, tokens, names.get(i), others) for i, each in enumerate(result)]
             for renormalise, epsilon in divisions if None not in outputs else ():
                 divided = gating._replace(renormalise=renormalise, epsilon=epsilon)
-                weights, expected = result[place].flatten(0, -2), divided.weigh(scores, experts.flatten(0, -2))
+                weights, expected = found[1].flatten(0, -2), divided.weigh(scores, experts.flatten(0, -2))
                 scale = float((weights / expected).median())
                 near = [n for n in (1.0, *self.numbers, float(f"{scale:.3g}")) if math.isclose(n, scale, rel_tol=1e-5)]
                 if near and is_close(weights, scale * expected):
@@ -196,7 +211,9 @@ class _Search:
 
     def _why_not(self, routers: list[Router], x: Tensor, result: tuple[Any, ...]) -> str:
         """Return what is otherwise in a result than in that of some formulas, of which it seemed to be."""
-        experts, weights = (_found(routers[0], result, what) for what in ("experts", "weights"))
+        experts = _found(routers[0], result, "experts")
+        weights = _found(routers[0], result, "weights", "spread")
+        weights = weights if weights.shape == experts.shape else weights.gather(-1, experts)
         if not any(
             is_close(weights, r.gating.weigh(self.trial.scores(r, x, self.trial.tensors)[1], experts)) for r in routers
         ):
@@ -236,7 +253,8 @@ class _Search:
         with torch.set_grad_enabled(x.requires_grad):
             logits, scores, choice = self.trial.scores(router, x, tensors)
             experts = router.gating.choose(choice)
-            made = {"logits": logits, "scores": scores, "weights": router.gating.weigh(scores, experts)}
+            weights = router.gating.weigh(scores, experts)
+            made = {"logits": logits, "scores": scores, "weights": weights, "spread": spread(weights, experts, logits)}
             result = [each.flatten(0, -2) if output.is_row else each for output, each in zip(router.outputs, result)]
         arguments = [x, *(tensors[name] for name in (router.weight, router.offset) if name is not None)]
 
@@ -253,40 +271,15 @@ class _Search:
         return all(map(is_same, router.outputs, result))
 
 
-def _places(x: Tensor, result: tuple[Any, ...]) -> tuple[int, list[int]] | None:
-    """Return where in a result its experts are, and what may be their weights; None if it has not one of each."""
-    tensors = {place: each for place, each in enumerate(result) if isinstance(each, Tensor) and each.dim()}
-    whole = [place for place, each in tensors.items() if each.dtype in (torch.int64, torch.int32)]
-    if len(whole) != 1 or tensors[whole[0]].shape[:-1] not in (x.shape[:-1], (x.shape[:-1].numel(),)):
-        return None
-    shape = tensors[whole[0]].shape
-    alike = [place for place, each in tensors.items() if each.is_floating_point() and each.shape == shape]
-    return (whole[0], alike) if alike else None
-
-
-def _found(router: Router, result: tuple[Any, ...], what: str) -> Tensor:
+def _found(router: Router, result: tuple[Any, ...], *names: str) -> Tensor:
     """Return one of the tensors that a router returns, with a row for each token."""
-    return next(each.flatten(0, -2) for each, output in zip(result, router.outputs) if output.what == what)
+    return next(each.flatten(0, -2) for each, output in zip(result, router.outputs) if output.what in names)
 
 
 def _fills_with_0(gating: Gating, choice: Tensor, found: Tensor) -> bool:
     """Tell whether experts are the best ones if those of other groups count as 0."""
     filled = gating.limit(choice, 0.0)
     return gating.groups > 1 and is_close(filled.gather(-1, found), filled.topk(gating.k).values)
-
-
-def _output(value: Any, tokens: torch.Size, known: str | None, others: dict[str, Tensor]) -> Output | None:
-    """Return what a value is that a router returns for some tokens; None if it is nothing that a kernel has."""
-    if not isinstance(value, Tensor):
-        return Output("constant", value=value) if is_setting(value) else None
-    if value.numel() == 1 and not value.any():
-        return Output("zero", value=value.shape)
-    if value.shape[:-1] not in (tokens, (tokens.numel(),)):
-        return None
-    is_float = value.is_floating_point()
-    found = (name for name, each in others.items() if is_float and is_close(value.flatten(0, -2), each))
-    name = known or next(found, None)
-    return None if name is None else Output(name, value.dim() == 2)
 
 
 def _layer(router: Router) -> str:

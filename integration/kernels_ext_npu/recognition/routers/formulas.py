@@ -52,10 +52,15 @@ class Gating(NamedTuple):
         return not rest and size >= 2 and self.k <= size * self.top_groups
 
 
+def spread(weights: Tensor, experts: Tensor, like: Tensor) -> Tensor:
+    """Return the weights of all experts, ``[T, E]``, which are 0 where they are not chosen."""
+    return torch.zeros_like(like, dtype=weights.dtype).scatter(-1, experts.long(), weights)
+
+
 class Output(NamedTuple):
     """One of the values that a router returns."""
 
-    what: str  # "experts", "weights", "logits", "scores" of all experts, "zero" or "constant"
+    what: str  # "experts", "weights", these "spread" among 0, "logits", "scores" of all experts, "zero" or "constant"
     is_flat: bool = True  # a row for each token, however these lie
     value: Any = None  # of a constant; of a zero its shape
 

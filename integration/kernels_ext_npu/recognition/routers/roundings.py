@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels_ext_npu.recognition.routers.formulas import Dtypes, Router
+from kernels_ext_npu.recognition.routers.formulas import Dtypes, Router, spread
 from kernels_ext_npu.recognition.routers.trials import RouterTrial, WatchedRouter, are_apart
 from kernels_ext_npu.recognition.watched_runs import ROUNDINGS, is_close
 
@@ -50,8 +50,9 @@ def find_dtypes(
     choice = scores if router.bias is None else scores + tensors[router.bias].flatten()
     experts, rows = gating.choose(choice), are_apart(router, choice, ulp)
     given = {output.what: each.flatten(0, -2) for output, each in zip(router.outputs, result) if output.is_row}
-    ours, truth = (_spread(experts, gating.weigh(each, experts), each)[rows] for each in (scores, exact))
-    theirs = _spread(given["experts"], given["weights"], scores)[rows]
+    ours, truth = (spread(gating.weigh(each, experts), experts, each)[rows] for each in (scores, exact))
+    theirs = given["spread"] if "spread" in given else spread(given["weights"], given["experts"], scores)
+    theirs = theirs[rows]
     limit = 0.0 if is_wide else ROUNDINGS * ulp
     is_same = bool(rows.any()) and is_close(theirs, ours, limit)
     is_same &= torch.equal(given["experts"].sort().values[rows], experts.sort().values[rows])
@@ -68,8 +69,3 @@ def _multiply(router: Router, x: Tensor, tensors: dict[str, Tensor], dtype: torc
     weight = tensors[router.weight].t() if router.is_transposed else tensors[router.weight]
     offset = None if router.offset is None else tensors[router.offset].flatten().to(dtype)
     return F.linear(x.flatten(0, -2).to(dtype), weight.to(dtype), offset)
-
-
-def _spread(experts: Tensor, weights: Tensor, scores: Tensor) -> Tensor:
-    """Return the weights of all experts, of which most are 0."""
-    return torch.zeros(scores.shape, dtype=weights.dtype).scatter(-1, experts.long(), weights)

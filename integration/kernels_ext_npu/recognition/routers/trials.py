@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels_ext_npu.recognition.routers.formulas import Router
-from kernels_ext_npu.recognition.watched_runs import CLAMPS, NotRecognisedError, Watched, run
+from kernels_ext_npu.recognition.module_settings import is_setting
+from kernels_ext_npu.recognition.routers.formulas import Output, Router
+from kernels_ext_npu.recognition.watched_runs import CLAMPS, NotRecognisedError, Watched, is_close, run
 
 _FACTORS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # where products have what is multiplied with the weight
 _MANY = 2048  # rows, among which formulas differ that are not the same for most of them
@@ -181,3 +182,25 @@ def are_apart(router: Router, choice: Tensor, eps: float, in_order: bool = False
 
     noises = [1 + 4 * eps * torch.randn_like(choice) for _ in range(4)]
     return torch.stack([(choose(choice * noise) == choose(choice)).all(-1) for noise in noises]).all(0)
+
+
+def read_weights(value: Tensor, experts: Tensor) -> tuple[str, Tensor] | None:
+    """Return what a value is, and the weights of chosen experts in it; None if it has others that are not 0."""
+    if value.shape == experts.shape:
+        return "weights", value
+    index = experts.long()
+    return None if value.scatter(-1, index, 0.0).any() else ("spread", value.gather(-1, index))
+
+
+def read_output(value: Any, tokens: torch.Size, known: str | None, others: dict[str, Tensor]) -> Output | None:
+    """Return what a value is that a router returns for some tokens; None if it is nothing that a kernel has."""
+    if not isinstance(value, Tensor):
+        return Output("constant", value=value) if is_setting(value) else None
+    if value.numel() == 1 and not value.any():
+        return Output("zero", value=value.shape)
+    if value.shape[:-1] not in (tokens, (tokens.numel(),)):
+        return None
+    is_float = value.is_floating_point()
+    found = (name for name, each in others.items() if is_float and is_close(value.flatten(0, -2), each))
+    name = known or next(found, None)
+    return None if name is None else Output(name, value.dim() == 2)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.recognition.routers.formulas import Dtypes, Gating, Router
+from kernels_ext_npu.recognition.routers.formulas import Dtypes, Gating, Router, spread
 
 _TRAINS_OTHERWISE = Reason("training", "but it is trained, and computes something else then than in inference")
 
@@ -57,6 +57,8 @@ def make_router_forward(package: ModuleType, router: Router, matched: FunctionTy
             logits = _multiply(package, rows, weight.t() if router.is_transposed else weight, offset, dtypes)
         weights, experts = choose(logits, bias)
         made = {"logits": logits, "weights": weights, "experts": experts}
+        if any(output.what == "spread" for output in router.outputs):
+            made["spread"] = spread(weights, experts, logits)
         results: list[Any] = []
         for output, dtype in zip(router.outputs, dtypes.outputs):
             if output.what == "constant":

@@ -215,5 +215,43 @@ class Normalises(Like):
         return super().route(F.normalize(x, dim=-1))
 
 
+class MaskingGate(nn.Module):
+    """Says by masks where tokens go, and which of them are more than an expert takes, as GShard does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wg = nn.Linear(WIDTH, EXPERTS, bias=False)
+
+    def forward(self, x):
+        weights, chosen = F.softmax(self.wg(x), -1).topk(CHOSEN, -1)
+        places = torch.zeros(len(x), EXPERTS, device=x.device).scatter(1, chosen, 1.0)
+        row = (places.cumsum(0) * places).long() - 1
+        mask = torch.zeros(len(x), EXPERTS, len(x), device=x.device)
+        mask = mask.scatter(2, row.clamp(min=0)[..., None], (places * (row < 64))[..., None])
+        return mask, mask * torch.zeros_like(places).scatter(1, chosen, weights)[..., None]
+
+
+class DispatchesByMasks(Like):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = MaskingGate()
+
+    def forward(self, x):
+        flat = x.reshape(-1, WIDTH)
+        mask, weights = self.gate(flat)
+        given = torch.einsum("tec,tw->ecw", mask, flat)
+        parts = torch.stack([expert(rows) for expert, rows in zip(self.experts, given)])
+        return torch.einsum("tec,ecw->tw", weights, parts).view(x.shape)
+
+
+class MoEOfPlainMLPs(HasAChooser):
+    """Has experts without a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = (nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH)) for _ in range(EXPERTS))
+        self.experts = nn.ModuleList(made)
+
+
 SERVED = (Like, HasAChooser)
 LIKE_MOE_BLOCKS = (*(cls for cls in Like.__subclasses__() if cls not in SERVED), *HasAChooser.__subclasses__())

@@ -285,8 +285,22 @@ class TanhOfHalf(nn.Module):
         return 0.5 * x * (1 + torch.tanh(0.5 * x))
 
 
+class OneOperator(Affine):
+    """Is torch's own layer norm, which has an operator."""
+
+    def forward(self, x):
+        return F.layer_norm(x, self.gain.shape, self.gain, self.shift, self.epsilon)
+
+
+class OneOperatorWithoutBias(Scaled):
+    """Is that of nanoGPT, whose bias may be None."""
+
+    def forward(self, x):
+        return F.layer_norm(x, self.gain.shape, self.gain, None, self.epsilon)
+
+
 LIKE_NORMS = [
-    NotInHalf,
+    *(NotInHalf, OneOperator, OneOperatorWithoutBias),
     *(
         EpsOutside,
         EpsByDtype,

@@ -178,6 +178,24 @@ class ProductOfTwoGate(UsualGate):
         return logits @ self.weight.float() @ self.weight.float().t()
 
 
+class FillingGate(UsualGate):
+    """Gives all experts a weight, those that are not chosen a small one."""
+
+    def weigh(self, scores, index):
+        return torch.full_like(scores, 1e-6).scatter(1, index, super().weigh(scores, index))
+
+
+class MaskingGate(UsualGate):
+    """Says which experts are chosen by a mask alone."""
+
+    def choose(self, merits, logits):
+        return torch.zeros_like(merits).scatter(1, super().choose(merits, logits), 1.0)
+
+    def weigh(self, scores, index):
+        return scores * index
+
+
+NOTHING = "it does not return experts, and as many weights, for each token"
 WEIGHTS, CHOICE = "its weights are no softmax or sigmoid", "it does not choose the experts with the largest scores"
 OTHERWISE = "it weighs in another way at other numbers"
 LIKE_ROUTERS: dict[type[nn.Module], str] = {
@@ -204,4 +222,6 @@ LIKE_ROUTERS: dict[type[nn.Module], str] = {
     HostGate: "the host waits for a number in it",
     ShortGate: "it asks for sizes",
     ProductOfTwoGate: WEIGHTS,
+    FillingGate: WEIGHTS,
+    MaskingGate: NOTHING,
 }

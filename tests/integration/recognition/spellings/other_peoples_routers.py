@@ -258,6 +258,18 @@ class Undivided(nn.Module):
         return scores.gather(1, index) * self.gain, index
 
 
+class Scattering(Plain):
+    """Returns the weights of all experts, 0 of those that are not chosen, as the first gpt-oss of transformers did."""
+
+    top_k = 3
+
+    def forward(self, x):
+        logits = F.linear(x.reshape(-1, WIDTH), self.weight)
+        share, index = F.softmax(logits, dim=-1, dtype=torch.float32).topk(self.top_k, dim=-1)
+        share = (share / share.sum(dim=-1, keepdim=True)).to(logits.dtype)
+        return torch.zeros_like(logits).scatter_(1, index, share), logits, index
+
+
 class Inferring(Plain):
     """Writes over what its gradient would need."""
 
@@ -289,5 +301,6 @@ ROUTERS: dict[Callable[[], nn.Module], Rule] = {
     SigmoidGate: Rule("SigmoidTopKRouterUnbiased", k=2, sigmoid=True, epsilon=1e-9, places=(1, 0)),
     NarrowGate: Rule("SigmoidTopKRouter", sigmoid=True, bias="shift", places=(1, 0)),
     Undivided: Rule("BiasedSoftmaxTopKRouter", "classes.weight", 5, bias="correction", scale=6.0, places=(1, 0)),
+    Scattering: Rule("SoftmaxTopKRouter", k=3, epsilon=0.0, places=(2, 0)),
     Inferring: Rule("GroupedSoftmaxTopKRouter", k=3, groups=(4, 2, 1), scale=2.5, places=(1, 0), trains=False),
 }

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.recognition.computed import Computed, Steps
+from kernels_ext_npu.recognition.mlp_leaves import Dropouts, Leaf, read_sizes
 from kernels_ext_npu.recognition.module_settings import is_linear, is_opaque, names_read, numbers
 from kernels_ext_npu.recognition.watched_runs import (
     CLAMPS,
@@ -25,71 +25,11 @@ from kernels_ext_npu.recognition.watched_runs import (
     are_same,
     attempt,
     autocast,
-    casts,
     check_sizes,
-    stand_in,
     taken_shapes,
     takes,
 )
 from kernels_ext_npu.recognition.watched_runs import run as run_forward
-
-
-class _Leaf(nn.Module):
-    """Stands for a child that is called: it gives random numbers, and keeps them and what it was given."""
-
-    def __init__(self, noise: Tensor, child: nn.Module | None = None, sizes: tuple[int, int] | None = None) -> None:
-        super().__init__()
-        self.noise, self.child = noise, child  # None is a call of torch's dropout
-        self.sizes = sizes  # without, it keeps the width of its argument
-        self.seen: list[Tensor] = []
-        self.given: list[Tensor] = []
-        self.is_cast = False  # whether autocast was on when it was called
-
-    def forward(self, x: Tensor) -> Tensor:
-        takes, gives = self.sizes or (x.shape[-1], x.shape[-1])
-        if x.shape[-1] != takes:
-            raise ValueError(f"it takes {takes} values, and is given {x.shape[-1]}")
-        self.seen.append(x)
-        self.is_cast = all(casts())
-        base, slope = self.noise[:, :gives]
-        result = (base + slope * x.detach()[..., :1]).to(x.dtype)  # others for each token
-        self.given.append(result.requires_grad_(torch.is_grad_enabled()))
-        return result.clone()  # some write over it
-
-
-class _Dropouts(TorchFunctionMode):
-    """Makes a leaf of each call of torch's dropout function, which is named after its rate."""
-
-    def __init__(self, leaves: dict[Any, _Leaf], training: bool, noise: list[Tensor]) -> None:
-        super().__init__()
-        self.leaves, self.training, self.noise = leaves, training, noise
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is not F.dropout:
-            return function(*args, **kwargs)
-        given = dict(zip(("input", "p", "training", "inplace"), args)) | kwargs
-        if given["p"] == 0 or given["training"] is not self.training:
-            return function(*args, **kwargs)
-        return self.leaves.setdefault(float(given["p"]), _Leaf(self.noise.pop()))(given["input"])
-
-
-def _sizes(child: nn.Module) -> tuple[int, int] | None:
-    """Return how many values a child takes and gives for a token; None if it multiplies with no matrix."""
-    if is_linear(child):
-        return child.in_features, child.out_features  # type: ignore[return-value]
-    shapes = [parameter.shape for parameter in child._parameters.values() if parameter is not None]
-    matrices = [shape for shape in shapes if len(shape) == 2]
-    if len(matrices) != 1 or len(shapes) > 2 or child._modules or child._buffers:
-        return None
-    parameters = {name: None if p is None else p.detach().to("meta") for name, p in child._parameters.items()}
-    made = stand_in(child, {"_parameters": parameters})
-    for size in matrices[0]:  # which of both is written first differs
-        x = torch.zeros(1, 1, size, device="meta", dtype=next(p.dtype for p in child.parameters()))
-        found = attempt(type(child).forward, made, x)
-        if isinstance(found, Tensor) and found.shape == (1, 1, sum(matrices[0]) - size):
-            return size, found.shape[-1]
-    return None
 
 
 class _Formula(NamedTuple):
@@ -129,7 +69,7 @@ def find_gated_mlp(module: nn.Module) -> Computed | None:
     The down projection may be elsewhere, and all of them.
     """
     opaque: dict[str, Any] = {name: child for name, child in module._modules.items() if is_opaque(child)}
-    sizes = {name: each for name, child in opaque.items() if (each := _sizes(child)) is not None}
+    sizes = {name: each for name, child in opaque.items() if (each := read_sizes(child)) is not None}
     if len(sizes) > 3 or any(each is not None for each in module._parameters.values()) or not takes(module, 1):
         return None
     names = names_read(type(module), type(module).forward)  # type: ignore[arg-type]
@@ -137,11 +77,11 @@ def find_gated_mlp(module: nn.Module) -> Computed | None:
         return None  # a module may be there for what else it does, and is not run for a try
     widest, watch = max((each for pair in sizes.values() for each in pair), default=64), Watched(CLAMPS)
 
-    def run(x: Tensor, magnitude: float = 1.0, training: bool = False) -> tuple[dict[Any, _Leaf], Tensor]:
+    def run(x: Tensor, magnitude: float = 1.0, training: bool = False) -> tuple[dict[Any, Leaf], Tensor]:
         noise = [*(magnitude * torch.randn(len(opaque) + 4, 2, widest, dtype=torch.float64))]
-        leaves: dict[Any, _Leaf] = {name: _Leaf(noise.pop(), child, sizes.get(name)) for name, child in opaque.items()}
+        leaves: dict[Any, Leaf] = {name: Leaf(noise.pop(), child, sizes.get(name)) for name, child in opaque.items()}
         children = dict(leaves)
-        with _Dropouts(leaves, training, noise):
+        with Dropouts(leaves, training, noise):
             return leaves, run_forward(module, x, children=children, training=training, watch=watch)
 
     for width, _ in collections.Counter(size for size, _ in sizes.values() or [(widest, 0)]).most_common():
@@ -198,7 +138,7 @@ def _why(is_first: bool, dtype: torch.dtype, training: bool, with_grad: bool) ->
 
 
 def _read(
-    leaves: dict[Any, _Leaf], y: Tensor, x: Tensor, formulas: list[_Formula], written: set[float]
+    leaves: dict[Any, Leaf], y: Tensor, x: Tensor, formulas: list[_Formula], written: set[float]
 ) -> Iterator[tuple[Computed, _Formula]]:
     """Yield how children make a gated MLP."""
     called = {name: leaf for name, leaf in leaves.items() if leaf.seen}
@@ -234,7 +174,7 @@ def _read(
                     yield found._replace(ahead=ahead, behind=behind), formula
 
 
-def _follow(left: dict[Any, _Leaf], trunk: Tensor, arguments: list[Tensor], x: Tensor) -> tuple[Steps, Tensor]:
+def _follow(left: dict[Any, Leaf], trunk: Tensor, arguments: list[Tensor], x: Tensor) -> tuple[Steps, Tensor]:
     """Return what is called one after the other from a tensor on, which is taken out of ``left``, and what it gives."""
     steps: list[Any] = []
     while True:
@@ -247,7 +187,7 @@ def _follow(left: dict[Any, _Leaf], trunk: Tensor, arguments: list[Tensor], x: T
         arguments = [trunk]
 
 
-def _is_passed(found: Tensor, expected: Tensor, arguments: list[Tensor], leaf: _Leaf | None = None) -> bool:
+def _is_passed(found: Tensor, expected: Tensor, arguments: list[Tensor], leaf: Leaf | None = None) -> bool:
     """Tell whether a tensor is what another one is computed as, which depends on some.
 
     Its tokens may lie otherwise, unless it is given to what may not compute them one by one.

@@ -1,0 +1,71 @@
+"""What stands for the children of an MLP while it is run, and for the dropouts that it calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from kernels_ext_npu.recognition.module_settings import is_linear
+from kernels_ext_npu.recognition.watched_runs import attempt, casts, stand_in
+
+
+class Leaf(nn.Module):
+    """Stands for a child that is called: it gives random numbers, and keeps them and what it was given."""
+
+    def __init__(self, noise: Tensor, child: nn.Module | None = None, sizes: tuple[int, int] | None = None) -> None:
+        super().__init__()
+        self.noise, self.child = noise, child  # None is a call of torch's dropout
+        self.sizes = sizes  # without, it keeps the width of its argument
+        self.seen: list[Tensor] = []
+        self.given: list[Tensor] = []
+        self.is_cast = False  # whether autocast was on when it was called
+
+    def forward(self, x: Tensor) -> Tensor:
+        takes, gives = self.sizes or (x.shape[-1], x.shape[-1])
+        if x.shape[-1] != takes:
+            raise ValueError(f"it takes {takes} values, and is given {x.shape[-1]}")
+        self.seen.append(x)
+        self.is_cast = all(casts())
+        base, slope = self.noise[:, :gives]
+        result = (base + slope * x.detach()[..., :1]).to(x.dtype)  # others for each token
+        self.given.append(result.requires_grad_(torch.is_grad_enabled()))
+        return result.clone()  # some write over it
+
+
+class Dropouts(TorchFunctionMode):
+    """Makes a leaf of each call of torch's dropout function, which is named after its rate."""
+
+    def __init__(self, leaves: dict[Any, Leaf], training: bool, noise: list[Tensor]) -> None:
+        super().__init__()
+        self.leaves, self.training, self.noise = leaves, training, noise
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is not F.dropout:
+            return function(*args, **kwargs)
+        given = dict(zip(("input", "p", "training", "inplace"), args)) | kwargs
+        if given["p"] == 0 or given["training"] is not self.training:
+            return function(*args, **kwargs)
+        return self.leaves.setdefault(float(given["p"]), Leaf(self.noise.pop()))(given["input"])
+
+
+def read_sizes(child: nn.Module) -> tuple[int, int] | None:
+    """Return how many values a child takes and gives for a token; None if it multiplies with no matrix."""
+    if is_linear(child):
+        return child.in_features, child.out_features  # type: ignore[return-value]
+    shapes = [parameter.shape for parameter in child._parameters.values() if parameter is not None]
+    matrices = [shape for shape in shapes if len(shape) == 2]
+    if len(matrices) != 1 or len(shapes) > 2 or child._modules or child._buffers:
+        return None
+    parameters = {name: None if p is None else p.detach().to("meta") for name, p in child._parameters.items()}
+    made = stand_in(child, {"_parameters": parameters})
+    for size in matrices[0]:  # which of both is written first differs
+        x = torch.zeros(1, 1, size, device="meta", dtype=next(p.dtype for p in child.parameters()))
+        found = attempt(type(child).forward, made, x)
+        if isinstance(found, Tensor) and found.shape == (1, 1, sum(matrices[0]) - size):
+            return size, found.shape[-1]
+    return None

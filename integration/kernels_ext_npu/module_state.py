@@ -53,3 +53,10 @@ def static_getattr(module: nn.Module, name: str) -> Any:
         if name in place:
             return place[name]
     return on_class
+
+
+def child_at(module: Any, path: str) -> Any:
+    """Return the child of a module, or of a container in it."""
+    for name in path.split("."):
+        module = module._modules[name]
+    return module

@@ -13,6 +13,13 @@ from kernels_ext_npu.recognition.module_settings import is_linear
 from kernels_ext_npu.recognition.watched_runs import attempt, casts, stand_in
 
 
+class Call:
+    """One call of a child: its name, or a rate, what it was given and what it gave."""
+
+    def __init__(self, name: Any, seen: Tensor, given: Tensor) -> None:
+        self.name, self.seen, self.given = name, seen, given
+
+
 class Leaf(nn.Module):
     """Stands for a child that is called: it gives random numbers, and keeps them and what it was given."""
 
@@ -35,6 +42,12 @@ class Leaf(nn.Module):
         self.given.append(result.requires_grad_(torch.is_grad_enabled()))
         return result.clone()  # some write over it
 
+    def calls(self, name: Any) -> list[Call]:
+        """Return its calls; raise if they are several of what is no dropout."""
+        if len(self.seen) > 1 and not isinstance(self.child, (nn.Dropout, type(None))):
+            raise ValueError(f"it calls {name} several times")
+        return [Call(name, *each) for each in zip(self.seen, self.given)]
+
 
 class Dropouts(TorchFunctionMode):
     """Makes a leaf of each call of torch's dropout function, which is named after its rate."""
@@ -51,6 +64,17 @@ class Dropouts(TorchFunctionMode):
         if given["p"] == 0 or given["training"] is not self.training:
             return function(*args, **kwargs)
         return self.leaves.setdefault(float(given["p"]), Leaf(self.noise.pop()))(given["input"])
+
+
+def put_leaves(module: nn.Module, leaves: dict[Any, Leaf], training: bool) -> dict[str, nn.Module]:
+    """Return the children of a module with leaves in the place of some, also in containers."""
+    made: dict[str, nn.Module] = {path: leaf for path, leaf in leaves.items() if path in module._modules}
+    for name in dict.fromkeys(path.partition(".")[0] for path in leaves if isinstance(path, str)):
+        if name not in made:
+            held = module._modules[name]._modules.items()  # type: ignore[union-attr]
+            mode = {"training": training}
+            made[name] = nn.Sequential(*(leaves.get(f"{name}.{n}") or stand_in(each, mode) for n, each in held))  # type: ignore[arg-type]
+    return made
 
 
 def read_sizes(child: nn.Module) -> tuple[int, int] | None:

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.recognition.computed import Computed, Steps
-from kernels_ext_npu.recognition.mlp_leaves import Dropouts, Leaf, read_sizes
-from kernels_ext_npu.recognition.module_settings import is_linear, is_opaque, names_read, numbers
+from kernels_ext_npu.recognition.mlp_leaves import Call, Dropouts, Leaf, put_leaves, read_sizes
+from kernels_ext_npu.recognition.module_settings import is_linear, names_read, numbers, opaque_children
 from kernels_ext_npu.recognition.watched_runs import (
     CLAMPS,
     MAGNITUDES,
@@ -66,23 +66,27 @@ def _scaled(factor: float) -> _Formula:
 def find_gated_mlp(module: nn.Module) -> Computed | None:
     """Return the layer of a gated MLP, its projections, of which gate and up may be halves of one, and its dropouts.
 
-    The down projection may be elsewhere, and all of them.
+    The down projection may be elsewhere, and all of them. What is given beside x may be added in the end.
     """
-    opaque: dict[str, Any] = {name: child for name, child in module._modules.items() if is_opaque(child)}
+    opaque: dict[str, Any] = opaque_children(module)
     sizes = {name: each for name, child in opaque.items() if (each := read_sizes(child)) is not None}
-    if len(sizes) > 3 or any(each is not None for each in module._parameters.values()) or not takes(module, 1):
+    adds = not takes(module, 1)
+    if len(sizes) > 3 or any(each is not None for each in module._parameters.values()) or not takes(module, 1 + adds):
         return None
     names = names_read(type(module), type(module).forward)  # type: ignore[arg-type]
     if len(sizes) < 2 and _HALVES.isdisjoint(names):
         return None  # a module may be there for what else it does, and is not run for a try
     widest, watch = max((each for pair in sizes.values() for each in pair), default=64), Watched(CLAMPS)
 
-    def run(x: Tensor, magnitude: float = 1.0, training: bool = False) -> tuple[dict[Any, Leaf], Tensor]:
+    def run(x: Tensor, magnitude: float = 1.0, training: bool = False) -> tuple[dict[Any, Leaf], Tensor, list[Tensor]]:
         noise = [*(magnitude * torch.randn(len(opaque) + 4, 2, widest, dtype=torch.float64))]
         leaves: dict[Any, Leaf] = {name: Leaf(noise.pop(), child, sizes.get(name)) for name, child in opaque.items()}
-        children = dict(leaves)
+        children = put_leaves(module, leaves, training)
+        added = [magnitude * torch.randn_like(x)] if adds else []
+        for each in added:
+            each.requires_grad_(torch.is_grad_enabled())
         with Dropouts(leaves, training, noise):
-            return leaves, run_forward(module, x, children=children, training=training, watch=watch)
+            return leaves, run_forward(module, x, *added, children=children, training=training, watch=watch), added
 
     for width, _ in collections.Counter(size for size, _ in sizes.values() or [(widest, 0)]).most_common():
         shapes = taken_shapes(lambda *tokens, width=width: run(torch.randn(*tokens, width)))  # type: ignore[misc]
@@ -96,7 +100,7 @@ def find_gated_mlp(module: nn.Module) -> Computed | None:
         xs.append(wider)
     with autocast(True):
         watch.autocast = True
-        leaves, _ = run(xs[0])
+        leaves, *_ = run(xs[0])
         watch.autocast = False
     if not all(leaf.is_cast for leaf in leaves.values() if leaf.seen):  # by the layer they would be called with it
         raise NotRecognisedError("it turns autocast off around what it calls")
@@ -121,7 +125,9 @@ def find_gated_mlp(module: nn.Module) -> Computed | None:
         raise NotRecognisedError("it clamps in another way", MLPS)
     (computed,) = found
     check_sizes(lambda given: run(given)[1], *(5, 7, 11)[: len(shapes[0])], width)
-    return computed._replace(returned=watch.returned)
+    if adds and watch.returned is not None:
+        return None
+    return computed._replace(returned=watch.returned, adds=adds)
 
 
 def _why(is_first: bool, dtype: torch.dtype, training: bool, with_grad: bool) -> str:
@@ -138,14 +144,18 @@ def _why(is_first: bool, dtype: torch.dtype, training: bool, with_grad: bool) ->
 
 
 def _read(
-    leaves: dict[Any, Leaf], y: Tensor, x: Tensor, formulas: list[_Formula], written: set[float]
+    leaves: dict[Any, Leaf],
+    y: Tensor,
+    added: list[Tensor],
+    x: Tensor,
+    formulas: list[_Formula],
+    written: set[float],
 ) -> Iterator[tuple[Computed, _Formula]]:
     """Yield how children make a gated MLP."""
-    called = {name: leaf for name, leaf in leaves.items() if leaf.seen}
     linear = {name: leaf for name, leaf in leaves.items() if leaf.sizes is not None}
-    if not linear.keys() <= called.keys() or any(len(leaf.seen) > 1 for leaf in called.values()):
+    if any(len(leaf.seen) != 1 for leaf in linear.values()):
         return
-    others = {name: leaf for name, leaf in called.items() if leaf.sizes is None}
+    others = [call for name, leaf in leaves.items() if leaf.sizes is None for call in leaf.calls(name)]
     ahead, start = _follow(others, x, [x], x)
     ins = {name: leaf.given[0] for name, leaf in linear.items() if _is_passed(leaf.seen[0], start, [start], leaf)}
     down = next((name for name in linear if name not in ins), None)
@@ -155,7 +165,7 @@ def _read(
     pairs = [(*pair, 1) for pair in permutations(ins)] if len(ins) == 2 else [(*ins, *ins, step) for step in (1, -1)]
     for (gate, up, step), formula in product(pairs, formulas):
         first, second = (ins[gate], ins[up]) if gate != up else ins[gate].chunk(2, -1)[::step]
-        left = dict(others)
+        left = [*others]
         between: Steps = ()
         trunk, arguments = formula.compute(first, second), [*ins.values()]
         if down is not None:
@@ -165,7 +175,8 @@ def _read(
             trunk, arguments = linear[down].given[0], linear[down].given
         behind, trunk = _follow(left, trunk, arguments, x)
         for factor in (1.0, *(written - {1.0})) if not left else ():
-            if _is_passed(y, trunk * factor, [trunk] if behind else arguments):
+            expected = sum(added, trunk * factor)
+            if _is_passed(y, expected, [*([trunk] if behind else arguments), *added]):
                 is_dropped = len(between) == 1 and isinstance(leaves[between[0]].child, (nn.Dropout, type(None)))
                 found = _computed(formula, (gate, up, down), between, is_dropped, factor)
                 if found is not None and step < 0:
@@ -174,16 +185,17 @@ def _read(
                     yield found._replace(ahead=ahead, behind=behind), formula
 
 
-def _follow(left: dict[Any, Leaf], trunk: Tensor, arguments: list[Tensor], x: Tensor) -> tuple[Steps, Tensor]:
+def _follow(left: list[Call], trunk: Tensor, arguments: list[Tensor], x: Tensor) -> tuple[Steps, Tensor]:
     """Return what is called one after the other from a tensor on, which is taken out of ``left``, and what it gives."""
     steps: list[Any] = []
     while True:
-        names = [name for name, leaf in left.items() if leaf.seen[0].shape[:-1] == x.shape[:-1]]
-        following = [name for name in names if _is_passed(left[name].seen[0], trunk, arguments)]
-        if not following:
+        calls = [call for call in left if call.seen.shape[:-1] == x.shape[:-1]]
+        following = next((call for call in calls if _is_passed(call.seen, trunk, arguments)), None)
+        if following is None:
             return tuple(steps), trunk
-        steps.append(following[0])
-        trunk = left.pop(following[0]).given[0]
+        steps.append(following.name)
+        left.remove(following)
+        trunk = following.given
         arguments = [trunk]
 
 

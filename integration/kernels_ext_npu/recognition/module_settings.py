@@ -54,8 +54,11 @@ def read_settings(module: nn.Module, tensors: Collection[str] = ()) -> Settings 
     buffers = {name for name, buffer in module._buffers.items() if buffer is not None}
     if not buffers.issubset(tensors) or not all(map(is_setting, members.values())):
         return None
-    others = {name: child for name, child in module._modules.items() if child is not None and not is_opaque(child)}
-    children = {name: None if any(child.children()) else read_settings(child) for name, child in others.items()}
+    held_modules = {name: child for name, child in module._modules.items() if child is not None}
+    containers = {name for name, child in held_modules.items() if is_container(child)}
+    others = {name: child for name, child in held_modules.items() if name in containers or not is_opaque(child)}
+    are_unseen = {name for name, child in others.items() if name not in containers and any(child.children())}
+    children = {name: None if name in are_unseen else read_settings(child) for name, child in others.items()}
     if None in children.values():
         return None
     frozen = tuple((name, _frozen(value)) for name, value in members.items())
@@ -215,6 +218,22 @@ def is_opaque(child: Any) -> bool:
     """Tell whether a child is called as it is: a projection, a dropout, or what has parameters of its own."""
     drops = isinstance(child, nn.Dropout) and child.p > 0
     return drops or is_linear(child) or any(True for _ in chain(child.parameters(), child.buffers()))
+
+
+def is_container(child: Any) -> bool:
+    """Tell whether a child calls others one after the other, which are seen as children of the module themselves."""
+    return (
+        type(child) is nn.Sequential and not any(any(each.children()) for each in child) and bool(read_settings(child))
+    )
+
+
+def opaque_children(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the children of a module, also in containers, that are called as they are, by their paths."""
+    found: dict[str, nn.Module] = {}
+    for name, child in module._modules.items():
+        held = {f"{name}.{n}": each for n, each in child._modules.items()} if is_container(child) else {name: child}  # type: ignore[union-attr]
+        found |= {path: each for path, each in held.items() if is_opaque(each)}  # type: ignore[misc]
+    return found
 
 
 def is_linear(child: Any) -> bool:

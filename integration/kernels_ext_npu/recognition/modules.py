@@ -17,7 +17,7 @@ from torch import nn
 from kernels_ext_npu.recognition.activations import find_activation
 from kernels_ext_npu.recognition.computed import NotRecognised, Recognised
 from kernels_ext_npu.recognition.mlps import find_gated_mlp
-from kernels_ext_npu.recognition.module_settings import is_opaque, names_read, read_settings
+from kernels_ext_npu.recognition.module_settings import names_read, opaque_children, read_settings
 from kernels_ext_npu.recognition.moe_blocks.finder import find_moe_block
 from kernels_ext_npu.recognition.norms import find_norm
 from kernels_ext_npu.recognition.rotations.modules import find_rotating_module, held_tensors, read_helpers, tensor_names
@@ -34,7 +34,7 @@ def recognise(module: nn.Module) -> Recognised | NotRecognised | None:
     settings = read_settings(module, tensors or buffers)
     if settings is None or "npu" in names_read(type(module), type(module).forward):  # type: ignore[arg-type]
         return None  # what it computes on an NPU is seen on none
-    opaque = tuple((name, type(child)) for name, child in module._modules.items() if is_opaque(child))
+    opaque = tuple((path, type(child)) for path, child in opaque_children(module).items())
     shapes = tuple((name, None if p is None else p.shape) for name, p in module._parameters.items())
     held = tuple((name, each.shape, each.dtype) for name, each in zip(tensors, held_tensors(module, tensors)))
     helpers = read_helpers(type(module), tensors)

@@ -8,6 +8,7 @@ from torch import nn
 
 import kernels_ext_npu
 from tests.integration.recognition.blocks import Block, launched, said
+from tests.integration.recognition.spellings.other_peoples_longer_mlps import InSequencesNotDropping
 from tests.integration.recognition.spellings.other_peoples_mlps import ByConfig, ByModule
 from tests.integration.recognition.spellings.other_peoples_norms import (
     WIDTH,
@@ -216,3 +217,21 @@ def test_a_run_leaves_a_configuration_as_it_is(registered) -> None:
     model = kernels_ext_npu.kernelize(Block(Counting()).to("npu"))
     assert said(model) == [] or not said(model)[0][1]
     assert not hasattr(model.part.config, "calls")
+
+
+@pytest.mark.parametrize("change", ["activation", "hook", "hook of the container", "container"])
+def test_what_changes_in_a_container_is_computed(registered, change: str) -> None:
+    model, calls = kernels_ext_npu.kernelize(Block(InSequencesNotDropping()).to("npu")), []
+    x = torch.randn(2, 5, WIDTH, device="npu")
+    assert launched(lambda: model(x)) == 1
+    gate = model.part.gate
+    if change == "activation":
+        gate[1] = nn.ReLU()
+    elif change == "container":
+        model.part.gate = nn.Sequential(gate[0], nn.GELU(approximate="tanh"), nn.Tanh())
+    else:
+        (gate if "container" in change else gate[1]).register_forward_hook(lambda *_: calls.append(change))
+    expected = InSequencesNotDropping.forward(model.part, x)
+    assert launched(lambda: model(x)) == 0
+    torch.testing.assert_close(model(x), expected)
+    assert len(calls) == (3 if "hook" in change else 0)

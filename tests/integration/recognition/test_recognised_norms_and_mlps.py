@@ -25,6 +25,7 @@ from tests.integration.recognition.spellings.other_peoples_layer_norms import (
 )
 from tests.integration.recognition.spellings.other_peoples_longer_mlps import (
     LONGER_MLPS,
+    AddingWhatIsLeft,
     DroppedInside,
     Dropping,
     DroppingInTheEnd,
@@ -58,9 +59,9 @@ def served(request, registered) -> tuple[Block, Block]:
 
 
 def given(plain: Block, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Arguments of a module: those of a gated norm are two."""
+    """Arguments of a module: those of a gated norm are two, and what is to be added is one."""
     shape = (2, 5, 1, WIDTH) if isinstance(plain.part, OfHeads) else (2, 5, WIDTH)
-    return [torch.randn(shape).to(dtype) for _ in range(1 + (type(plain.part) in GATED_NORMS))]
+    return [torch.randn(shape).to(dtype) for _ in range(1 + (type(plain.part) in (*GATED_NORMS, AddingWhatIsLeft)))]
 
 
 def test_it_is_served_by_the_layer_that_computes_the_same(served) -> None:

@@ -81,7 +81,7 @@ def read_experts(
         if pattern.name in _LOOKED_AT_BY_THE_LAYER:
             return known(first._modules[names[2]].out_features, type(first).forward)
         is_plain = settings is not None
-    if layer not in GATED or None in names or not is_plain:
+    if layer not in GATED or None in names or not is_plain or any("." in name for name in names):
         return None
     width = getattr(first._modules[names[2]], "out_features", 0)
     return known(width, type(first).forward, settings, names, ACTIVATION_MODULES[layer])

@@ -19,6 +19,7 @@ from kernels_ext_npu.binding.loaded_kernels import OWNER, forward_owner, marked
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, ROTARY, ROUTERS
 from kernels_ext_npu.matching.classification import LIBRARIES, rotary_methods
 from kernels_ext_npu.matching.lookup import find_pattern
+from kernels_ext_npu.module_state import child_at
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.decision import RECOGNISED, Decision, Finder, Swapping, View
@@ -162,7 +163,8 @@ def _blocks(view: View, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, M
 def _gate_and_up(module: nn.Module, what: Recognised) -> tuple[Any, Any] | None:
     """Return the projections of a gated MLP whose weights are laid side by side; None if there are no two."""
     roles: dict[str, Any] = dict(what.computed.projections)
-    return (module._modules[roles["gate_proj"]], module._modules[roles["up_proj"]]) if "gate_proj" in roles else None
+    names = [roles[role] for role in ("gate_proj", "up_proj") if role in roles]
+    return (child_at(module, names[0]), child_at(module, names[1])) if names else None
 
 
 def _refusal(module: nn.Module, what: Recognised, before: Recognised | None) -> str | None:
@@ -178,7 +180,7 @@ def _refusal(module: nn.Module, what: Recognised, before: Recognised | None) -> 
         return wrapped
     from kernels_ext_npu.swaps.recognised.layer_forwards import are_unwatched  # models of transformers do without
 
-    if not are_unwatched(module, what):
+    if not are_unwatched(module, what.settings):
         return "hooks watch its activation, which the kernel does not call"
     return refusals.OTHER_SETTINGS if before not in (None, what) else None
 

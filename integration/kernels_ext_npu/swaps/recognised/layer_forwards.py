@@ -12,18 +12,21 @@ from torch.nn import functional as F
 
 from kernels_ext_npu.binding.loaded_kernels import forward_owner
 from kernels_ext_npu.binding.step_aside import guarded_forward
-from kernels_ext_npu.module_state import has_hooks
+from kernels_ext_npu.module_state import child_at, has_hooks
 from kernels_ext_npu.recognition import module_settings
 from kernels_ext_npu.recognition.computed import Recognised, Steps
+from kernels_ext_npu.recognition.module_settings import Settings
 
 _IDENTITY = nn.Identity()
 
 
-def are_unwatched(module: nn.Module, what: Recognised) -> bool:
+def are_unwatched(module: nn.Module, settings: Settings) -> bool:
     """Tell whether nobody sees the calls of children that the layer does not call, or has replaced them."""
-    for name, _ in what.settings.children:
+    for name, theirs in settings.children:
         child: Any = module._modules[name]
         if has_hooks(child) or ("forward" in vars(child) and forward_owner(child) is None):
+            return False
+        if theirs.children and not are_unwatched(child, theirs):
             return False
     return True
 
@@ -42,7 +45,7 @@ def make_layer_forward(package: ModuleType, what: Recognised, matched: FunctionT
     def holds(module: nn.Module) -> bool:
         if not computed.casts and torch.is_autocast_enabled("npu"):
             return False
-        return module_settings.has_settings(module, what.settings) and are_unwatched(module, what)
+        return module_settings.has_settings(module, what.settings) and are_unwatched(module, what.settings)
 
     def compute(module: nn.Module, x: Tensor, *others: Tensor | None) -> Any:
         roles = _Roles(module, what, matched, dropouts)
@@ -60,7 +63,10 @@ def make_layer_forward(package: ModuleType, what: Recognised, matched: FunctionT
     def gated_forward(self: nn.Module, x: Tensor, gate: Tensor | None = None) -> Any:
         return compute(self, x, gate)
 
-    made: Any = gated_forward if "Gated" in computed.layer else forward
+    def adding_forward(self: nn.Module, x: Tensor, added: Tensor) -> Any:
+        return added + compute(self, x)
+
+    made: Any = gated_forward if "Gated" in computed.layer else adding_forward if computed.adds else forward
     if computed.router is not None:
         from kernels_ext_npu.swaps.recognised.routers import make_router_forward
 
@@ -71,7 +77,7 @@ def make_layer_forward(package: ModuleType, what: Recognised, matched: FunctionT
 def _call(module: nn.Module, steps: Steps, x: Tensor) -> Tensor:
     """Call children one after the other; a number is the rate of a dropout."""
     for step in steps:
-        x = F.dropout(x, step, module.training) if isinstance(step, float) else module._modules[step](x)  # type: ignore[misc]
+        x = F.dropout(x, step, module.training) if isinstance(step, float) else child_at(module, step)(x)
     return x
 
 
@@ -88,7 +94,7 @@ class _Roles:
         self.module, self.matched, self.training = module, matched, module.training
         self._parameters = {role: module._parameters.get(name) for role, name in computed.parameters}  # type: ignore[arg-type]
         self._modules: dict[str, Any] = {
-            role: _IDENTITY if name is None else module._modules[name] for role, name in computed.projections
+            role: _IDENTITY if name is None else child_at(module, name) for role, name in computed.projections
         }
         if computed.activation is not None:
             self._modules["act_fn"] = computed.activation
@@ -101,7 +107,7 @@ class _Roles:
         if len(steps) > 1:
             return functools.partial(_call, self.module, steps)
         (step,) = steps
-        return dropouts[self.training] if isinstance(step, float) else self.module._modules[step]
+        return dropouts[self.training] if isinstance(step, float) else child_at(self.module, step)
 
     def forward(self, *arguments: Tensor) -> Tensor:
         """Compute what the layer leaves to the module."""

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.integration.recognition.spellings.other_peoples_longer_mlps import ClampedBoth
+from tests.integration.recognition.spellings.other_peoples_longer_mlps import AddingWhatIsLeft, ClampedBoth, InSequences
 from tests.integration.recognition.spellings.other_peoples_mlps import INNER, MetaMLP, Packed, Projected
 from tests.integration.recognition.spellings.other_peoples_norms import WIDTH
 
@@ -281,6 +281,46 @@ class WithBuffer(MetaMLP):
         return super().forward(x) * self.scale
 
 
+class Shortened(nn.Sequential):
+    """Is called like a container, and adds what it is given."""
+
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class InAnotherSequence(InSequences):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Shortened(nn.Linear(WIDTH, WIDTH), nn.GELU(approximate="tanh"))
+        self.fc1, self.fc2 = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+
+class ReluInASequence(InSequences):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate[1] = nn.ReLU()
+
+
+class OneProjectionTwice(InSequences):
+    def forward(self, x):
+        return self.fc2(self.fc1(x) * self.gate(x)) + self.fc2(self.fc1(x) * self.gate(x))
+
+
+class AddingTwice(AddingWhatIsLeft):
+    def forward(self, hidden_states, residual):
+        return super().forward(hidden_states, residual) + residual
+
+
+class AddingToANorm(AddingWhatIsLeft):
+    def forward(self, hidden_states, residual):
+        return super().forward(F.layer_norm(residual, (WIDTH,)), residual)
+
+
+class AddingWithoutAGradient(AddingWhatIsLeft):
+    def forward(self, hidden_states, residual):
+        return super().forward(hidden_states, residual.detach())
+
+
 LIKE_MLPS = [
     *(ReluGated, ClampedAtSeven, Squared, Added, Residual, SteeperGate, FirstToken, ByLength),
     *(OtherwiseInHalf, Noisy, GatedTwice, ShiftedUp, HalvedGradient, PackedUpFirst, Interleaved),
@@ -288,5 +328,6 @@ LIKE_MLPS = [
     *(ClampedAtOneSide, ClampedByTwoLimits, ClampedFarAway, ClampedThrice, GateAlone, DroppedInTrainingBranch),
     *(DroppedAlways, DroppedGate, DetachedGate, DetachedInput, DetachedResult, OfOneTokenTwice, SummedOverTokens),
     *(Shared, NormedGate, ScaledInside, Mish, SigmoidGated, QuickGated, Chunked, SeveralResults, WithMembers),
-    *(WithBuffer, WithTwoInputs),
+    *(WithBuffer, WithTwoInputs, InAnotherSequence, ReluInASequence, OneProjectionTwice),
+    *(AddingTwice, AddingToANorm, AddingWithoutAGradient),
 ]

@@ -192,6 +192,49 @@ class TanhGatedByTheLast(Packed):
         return self.c_proj(F.gelu(gate, approximate="tanh") * up)
 
 
+class InSequences(nn.Module):
+    """Has its gate and its activation in a container, and drops out twice by one module, as umT5 of Wan does."""
+
+    def __init__(self, p: float = 0.1) -> None:
+        super().__init__()
+        self.gate = nn.Sequential(nn.Linear(WIDTH, INNER, bias=False), nn.GELU(approximate="tanh"))
+        self.fc1, self.fc2 = nn.Linear(WIDTH, INNER, bias=False), nn.Linear(INNER, WIDTH, bias=False)
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x):
+        x = self.dropout(self.fc1(x) * self.gate(x))
+        return self.dropout(self.fc2(x))
+
+
+class InSequencesNotDropping(InSequences):
+    def __init__(self) -> None:
+        super().__init__(0.0)
+
+
+class EndingInASequence(Projected):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Sequential(nn.SiLU(), nn.Identity())
+        self.w2 = nn.Sequential(nn.LayerNorm(INNER), nn.Linear(INNER, WIDTH), nn.Dropout(0.1))
+
+    def forward(self, x):
+        return self.w2(self.act(self.w1(x)) * self.w3(x))
+
+
+def dropout_add(x, residual, p, training):
+    return residual + F.dropout(x, p=p, training=training)
+
+
+class AddingWhatIsLeft(Projected):
+    """Is given a residual to add, as TeleChat's is."""
+
+    hidden_dropout = 0.1
+
+    def forward(self, hidden_states, residual):
+        y = self.w2(F.silu(self.w1(hidden_states)) * self.w3(hidden_states))
+        return dropout_add(y, residual, self.hidden_dropout, self.training)
+
+
 class OfBatches(Projected):
     """Wants three dimensions."""
 
@@ -207,7 +250,10 @@ LONGER_MLPS = {
     TanhGatedByTheLast: "FusedGeGLUMLP",
     **dict.fromkeys((NotDropping, DroppingInTheEnd, NormedFirst), "SwiGLUMLP"),
     **dict.fromkeys((Normed, NormedAndDropping), "NormedMLP"),
-    **dict.fromkeys((DroppedInside, Dropping, T5Dense), "DropoutMLP"),
+    **dict.fromkeys((DroppedInside, Dropping, T5Dense, InSequences), "DropoutMLP"),
+    InSequencesNotDropping: "GeGLUMLP",
+    EndingInASequence: "NormedMLP",
+    AddingWhatIsLeft: "SwiGLUMLP",
     **dict.fromkeys((Halved, Scaling), "ScaledSwiGLUMLP"),
     ClampedBoth: "ClampedSwiGLUMLP",
     Viewed: "FusedDropoutMLP",

@@ -21,6 +21,7 @@ from tests.integration.recognition.spellings.other_peoples_rotating_modules impo
     FromAPosition,
     M,
     N,
+    OfATile,
     OneTable,
     QueriesAndKeys,
     S,
@@ -48,6 +49,14 @@ def test_it_is_served_by_the_layer_that_computes_the_same(served) -> None:
     ours = model(*on("npu", arguments))
     assert type(ours) is type(expected)
     assert_same(ours, expected)
+
+
+def test_options_that_it_does_not_read_are_left_out_of_its_calls(registered) -> None:
+    model, x = kernelized(OfATile()), heads(False)
+    assert launched(lambda: model.part(x.npu(), input_pos=None)) == 1
+    torch.testing.assert_close(model.part(x.npu(), input_pos=None).cpu(), OfATile()(x), rtol=1e-5, atol=1e-5)
+    tiles = torch.cat((x, x), dim=1)
+    torch.testing.assert_close(model.part(tiles.npu()).cpu(), OfATile()(tiles), rtol=1e-5, atol=1e-5)
 
 
 def test_its_gradients_are_those_of_its_own_forward_in_fewer_launches(served) -> None:

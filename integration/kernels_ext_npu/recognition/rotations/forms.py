@@ -9,14 +9,15 @@ that it holds, of which the dimensions are known.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from kernels_ext_npu.recognition.rotations.signatures import Signature
 
 Dims = tuple["str | int", ...]
 Settings = tuple[tuple[type, Any], ...]  # types and values
@@ -35,6 +36,7 @@ _ROWS: tuple[Dims, ...] = (
 )
 _WIDTHS: tuple[Dims, ...] = (("R",), ("H",))
 _SIZES = {"B": 3, "N": 5, "M": 2, "S": 7, "T": 11, "D": 16, "R": 16, "H": 8, "W": 32, "P": 2}
+_DIMENSIONS = (1, 2)  # of positions or heads
 _MOST = 3  # parameters of a module that may be given tensors: more would be many forms
 _LONGEST = 512  # rows of a table that hold random numbers: as many are not run for a try
 _MOST_ROWS = 4096  # of a table of which all are taken
@@ -181,53 +183,19 @@ class Form:
         return found
 
 
-class Signature:
-    """The parameters of a function, and their defaults; those that have to be named come last."""
-
-    def __init__(self, function: FunctionType, skipped: int = 0) -> None:
-        parameters = list(inspect.signature(function).parameters.values())[skipped:]
-        self.names = [p.name for p in parameters]
-        self.defaults = [p.default for p in parameters]
-        self.positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
-        self.is_plain = all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
-
-    def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
-        """Return what each parameter is given in a call; None if the function would refuse it."""
-        values = [*args, *self.defaults[len(args) :]]
-        for name, value in kwargs.items():
-            if name not in self.names[len(args) :]:
-                return None
-            values[self.names.index(name)] = value
-        is_whole = len(args) <= self.positional and all(value is not inspect.Parameter.empty for value in values)
-        return values if is_whole else None
-
-    def call(self, function: Callable, values: Sequence[Any]) -> Any:
-        """Call a function with what each parameter is given, and leave what is beyond that."""
-        named = dict(zip(self.names[self.positional :], values[self.positional :]))
-        return function(*values[: self.positional], **named)
-
-
-class TableFirst(Signature):
-    """The parameters of a function whose second is rotated, and whose first holds the angles: in the other order."""
-
-    def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
-        """Return what each parameter is given in a call; None if the function would refuse it."""
-        found = super().values(args, kwargs)
-        return None if found is None else [found[1], found[0], *found[2:]]
-
-    def call(self, function: Callable, values: Sequence[Any]) -> Any:
-        """Call a function with what each parameter is given."""
-        return super().call(function, [values[1], values[0], *values[2:]])
-
-
 def candidate_forms(signature: Signature) -> Iterator[Form]:
     """Yield the forms that the parameters of a rotary function may have."""
-    required = signature.defaults.count(inspect.Parameter.empty)
+    defaults = [default for place, default in enumerate(signature.defaults) if place not in signature.dimensions]
+    required = defaults.count(inspect.Parameter.empty)
     for first, tables in product(_first_arguments(), _tables()):
         given = (*first, *tables)
-        if required <= len(given) <= signature.positional:
-            rest = [_values(default) for default in signature.defaults[len(given) :]]
-            yield from (Form((*given, *settings), len(first)) for settings in product(*rest))
+        if required <= len(given) <= signature.positional - len(signature.dimensions):
+            rest = [_values(default) for default in defaults[len(given) :]]
+            for settings in product(*rest, *[_DIMENSIONS for _ in signature.dimensions]):
+                whole = [*given, *settings[: len(rest)]]
+                for place, dimension in zip(signature.dimensions, settings[len(rest) :]):
+                    whole.insert(place, dimension)
+                yield Form(tuple(whole), len(first))
 
 
 def _first_arguments() -> Iterator[tuple[Given, ...]]:
@@ -247,7 +215,7 @@ def forms_with(signature: Signature, held: Sequence[Tensor], numbers: Collection
     tables = [Given(tuple(each.shape), kind) for each, kind in zip(held, kinds)]
     sizes = {size for size in numbers if size > 1}.union(size for each in held for size in each.shape[-2:] if size > 1)
     widths = {width for size in sizes for width in (size, 2 * size, size // 2) if width % 2 == 0 and width <= _LONGEST}
-    rows = {each.shape[-2] for each in held if each.dim() > 1 and 1 < each.shape[-2] <= _MOST_ROWS}
+    rows = {size for each in held for size in each.shape[:-1] if 1 < size <= _MOST_ROWS}
     # of any number of positions, or of as many as a table has rows: a picture always has so many patches
     lengths: tuple[str | int, ...] = ("S", *sorted(rows))
     for length, rotated, symbols, width in product(lengths, (2, 1), _ROTATED, sorted(widths)):
@@ -268,7 +236,7 @@ def _module_values(default: Any) -> tuple[Any, ...]:
 
 def _values(default: Any) -> tuple[Any, ...]:
     """Return what a parameter may be given that has a default: if that is a dimension for the heads, either."""
-    return (1, 2) if type(default) is int and default in (1, 2) else (default,)
+    return _DIMENSIONS if type(default) is int and default in _DIMENSIONS else (default,)
 
 
 def ranks(values: Sequence[Any]) -> tuple[Any, ...]:

@@ -25,12 +25,11 @@ from kernels_ext_npu.recognition.rotations.forms import (
     NUMBER,
     Form,
     Settings,
-    Signature,
-    TableFirst,
     candidate_forms,
     ranks,
 )
 from kernels_ext_npu.recognition.rotations.pairs import PAIRINGS, Pairing, rotary_mul
+from kernels_ext_npu.recognition.rotations.signatures import Signature, TableFirst
 from kernels_ext_npu.recognition.watched_runs import NotRecognisedError, Watched, are_same, is_close, isolated
 
 _OTHER_SIZES = ({"B": 1, "N": 1, "M": 1, "S": 1}, {"S": 1}, {"B": 1, "T": 7, "P": 0})

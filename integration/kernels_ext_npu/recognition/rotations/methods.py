@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.recognition.function_settings import CONSTANTS, own_method, read_globals
-from kernels_ext_npu.recognition.rotations.forms import Signature
 from kernels_ext_npu.recognition.rotations.functions import Rotation, find_rotation
+from kernels_ext_npu.recognition.rotations.signatures import Signature
 from kernels_ext_npu.recognition.watched_runs import NotRecognisedError
 from kernels_ext_npu.syntax.source_tree import code_names
 

@@ -17,8 +17,9 @@ from kernels_ext_npu.matching.classification import ROTATING_NAMES, classify_cla
 from kernels_ext_npu.recognition.computed import Computed
 from kernels_ext_npu.recognition.function_settings import Setting, read_globals
 from kernels_ext_npu.recognition.module_settings import names_read, numbers
-from kernels_ext_npu.recognition.rotations.forms import Signature, forms_with
+from kernels_ext_npu.recognition.rotations.forms import forms_with
 from kernels_ext_npu.recognition.rotations.functions import Rotation
+from kernels_ext_npu.recognition.rotations.signatures import Signature
 from kernels_ext_npu.recognition.watched_runs import NotRecognisedError, stand_in
 
 _ANGLES = {"cos", "polar"}  # which a module calls that holds no tensor

@@ -146,6 +146,11 @@ class RopeWithADictionary(FourDimensions):
         return super().forward(x) * self.factors["cos"]
 
 
+class RopeByAnOption(FourDimensions):
+    def forward(self, x, **options):
+        return super().forward(x) * options.get("scale", 1)
+
+
 FACTORS = [1.0]
 
 

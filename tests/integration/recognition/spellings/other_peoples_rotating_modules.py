@@ -277,6 +277,24 @@ class OfAPicture(nn.Module):
         return t * self.freqs_cos + torch.stack((-second, first), -1).flatten(-2) * self.freqs_sin
 
 
+class OfATile(nn.Module):
+    """Has cos and sin of all patches of a tile in one, and is given options that it does not read."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("theta", frequencies(), persistent=False)
+        turns = torch.outer(torch.arange(S).float(), self.theta)
+        self.register_buffer("cache", torch.stack([turns.cos(), turns.sin()], dim=-1), persistent=False)
+
+    def forward(self, x, **kwargs):
+        batch, _, count, width = x.shape
+        pairs = x.float().reshape(batch, -1, S, count, width // 2, 2)
+        cos, sin = self.cache.view(1, 1, S, 1, -1, 2).unbind(-1)
+        first, second = pairs[..., 0], pairs[..., 1]
+        turned = torch.stack([first * cos - second * sin, second * cos + first * sin], -1)
+        return turned.reshape(batch, -1, count, width).type_as(x)
+
+
 class Dynamic(nn.Module):
     """Has other frequencies beyond a length."""
 
@@ -321,6 +339,7 @@ SERVED = {
     NoBuffers: ("RotaryPosEmbInterleaved", lambda: (heads(),)),
     PositionsFirst: ("RotaryPosEmb", lambda: (heads().permute(2, 0, 1, 3).contiguous(),)),
     OneHead: ("RotaryPosEmbDeinterleaved", lambda: (heads()[:, 0],)),
+    OfATile: ("RotaryPosEmbInterleaved", lambda: (heads(False),)),
     OfAPicture: ("RotaryPosEmbInterleaved", lambda: (heads(),)),
     Louder: ("RotaryPosEmb", lambda: (heads(),)),
     Dynamic: ("RotaryPosEmb", lambda: (heads(),)),

@@ -240,6 +240,18 @@ def apply_rotary_in_parts(q, cos, sin):
     return o
 
 
+def apply_rotary_along(xq, xk, seq_dim: int, freqs_cis):
+    """Is told the dimension of the positions, as in Meta's lingua."""
+    pairs = [x.reshape(*x.shape[:-1], -1, 1, 2) for x in (xq, xk)]
+    shape = [d if i in (seq_dim, xq.ndim - 1) else 1 for i, d in enumerate(pairs[0].shape[:-2])]
+    freqs_cis = freqs_cis.view(*shape, 2, 2).float()
+    return tuple((each * freqs_cis).sum(5).flatten(3).type_as(xq) for each in pairs)
+
+
+def apply_rotary_with_options(x, cos, sin, **kwargs):
+    return apply_rope_litgpt(x, cos, sin)
+
+
 def apply_rotary_splitting(q, k, cos, sin):
     """Leave what lies behind the width of the tables as it is."""
     rotated, rest = zip(*(x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1) for x in (q, k)))
@@ -333,6 +345,10 @@ def apply_rotary_other_partner(x, cos, sin):
     return x * cos + x.roll(1, -1) * sin
 
 
+def apply_rotary_by_option(x, cos, sin, **options):
+    return x * cos + rotate_half(x) * sin * options.get("scale", 1)
+
+
 def apply_rotary_scale_only(x, cos, sin):
     return x * (cos + sin)
 
@@ -398,6 +414,8 @@ SERVED = {
         lambda: (heads(N, False), heads(N, False), units(S, D // 2)),
     ),
     "apply_rotary_in_parts": ("RotaryPosEmb", lambda: (heads(N), table(S, D // 2), table(S, D // 2))),
+    "apply_rotary_along": ("RotaryPosEmbInterleaved", lambda: (*_qk(False), 1, table(S, D // 2, 2, 2))),
+    "apply_rotary_with_options": ("RotaryPosEmb", lambda: (heads(N), table(S, D), table(S, D))),
     "apply_rotary_splitting": ("RotaryPosEmb", lambda: (*_qk(), table(S, D // 2), table(S, D // 2))),
     "apply_rotary_einsum": ("RotaryPosEmb", lambda: (*_qk(), table(S, D // 2), table(S, D // 2))),
 }

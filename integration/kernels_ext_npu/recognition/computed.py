@@ -29,6 +29,7 @@ class Computed(NamedTuple):
     ahead: Steps = ()  # what is called before the layer
     between: tuple[str, Steps] | None = None  # what the layer calls, and the name that it has for it
     behind: Steps = ()
+    dims: int = 1  # of the parameters: what has fewer gets more by them
     adds: bool = False  # what is given beside the first argument, in the end
     casts_back: bool = False  # to the dtype of the first argument
     wants_one_dtype: bool = False  # for arguments and parameters: in several the layer would round in another way

@@ -178,11 +178,14 @@ def _read(
             expected = sum(added, trunk * factor)
             if _is_passed(y, expected, [*([trunk] if behind else arguments), *added]):
                 is_dropped = len(between) == 1 and isinstance(leaves[between[0]].child, (nn.Dropout, type(None)))
-                found = _computed(formula, (gate, up, down), between, is_dropped, factor)
+                is_apart = step < 0 and bool(between)  # no layer has it so: the rest is called behind the product
+                names = gate, up, None if is_apart else down
+                found = _computed(formula, names, () if is_apart else between, is_dropped, factor)
+                rest: Steps = (*between, down, *behind) if is_apart else behind  # type: ignore[arg-type]
                 if found is not None and step < 0:
                     found = _with_gate_last(found)
-                if found is not None and (factor == 1 or not behind):
-                    yield found._replace(ahead=ahead, behind=behind), formula
+                if found is not None and (factor == 1 or not rest):
+                    yield found._replace(ahead=ahead, behind=rest), formula
 
 
 def _follow(left: list[Call], trunk: Tensor, arguments: list[Tensor], x: Tensor) -> tuple[Steps, Tensor]:
@@ -211,10 +214,8 @@ def _is_passed(found: Tensor, expected: Tensor, arguments: list[Tensor], leaf: L
     return are_same(found.flatten(0, -2), expected.flatten(0, -2), arguments)
 
 
-def _with_gate_last(computed: Computed) -> Computed | None:
+def _with_gate_last(computed: Computed) -> Computed:
     """Return what computes the same of halves in the other order, of which operators of GELU activate either."""
-    if computed.between:
-        return None
     if computed.layer == "FusedSwiGLUMLP":
         return computed._replace(refused=_GATE_LAST)
     return computed._replace(numbers=(("gate_is_last", True),))

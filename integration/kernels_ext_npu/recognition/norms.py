@@ -53,11 +53,13 @@ def find_norm(module: nn.Module) -> Computed | None:
     shape = next((parameter.shape for parameter in own.values()), None)
     if not own and _MEANS.isdisjoint(names_read(type(module), type(module).forward)):  # type: ignore[arg-type]
         return None  # a module without numbers of its own may be there for what else it does, and is not run for a try
-    if any(p.dim() != 1 or p.shape != shape or not p.is_floating_point() for p in own.values()):
+    if shape is not None and (not shape or shape.numel() != shape[-1]):  # of others than numbers of the last dimension
+        return None
+    if any(p.shape != shape or not p.is_floating_point() for p in own.values()):
         return None
     held = [value[-1] if isinstance(value, tuple) and value else value for value in vars(module).values()]
     lengths = [value for value in held if type(value) is int and 1 < value <= 1 << 16]
-    width = shape[0] if shape is not None else next(iter(lengths), 64)
+    width = shape.numel() if shape is not None else next(iter(lengths), 64)
     groups = {n for length in lengths for n in (length, width // length) if n and width % n == 0 and n < width}
     seen: list[NotRecognised] = []
     for is_gated in (True, False):
@@ -85,9 +87,12 @@ class _Norm:
         self.watch = Watched(CLAMPS)
         self.weight_dtype = torch.float64
         self.eps: float | None = 0.0
+        self.dims = max((module._parameters[name].dim() for name in names), default=1)  # type: ignore[union-attr]
 
     def run(self, terms: Terms, training: bool = False) -> Tensor:
-        parameters = dict.fromkeys(self.module._parameters) | dict(zip(self.names, terms[2:4]))
+        shapes = {name: self.module._parameters[name].shape[:-1] for name in self.names}  # type: ignore[union-attr]
+        own = {name: each.view(*shapes[name], -1) for name, each in zip(self.names, terms[2:4])}
+        parameters = dict.fromkeys(self.module._parameters) | own
         arguments = (terms.x, terms.gate) if self.is_gated else (terms.x,)
         return run(self.module, *arguments, parameters=parameters, training=training, watch=self.watch)
 
@@ -108,7 +113,7 @@ class _Norm:
         for self.weight_dtype in (torch.float64, torch.float32):  # torch's layer norm wants those of what was cast
             if taken := taken_shapes(lambda *tokens: self.run(self.draw(*tokens))):
                 break
-        first, *shapes = taken
+        first, *shapes = (tokens for tokens in taken if len(tokens) + 1 >= self.dims)
         eps = self._solve_eps(first)
         if eps is None:
             raise NotRecognisedError(_OTHER_MEAN)
@@ -154,6 +159,7 @@ class _Norm:
             parameters=tuple(zip(("weight", "bias"), (*self.names, None, None))),
             numbers=(("variance_epsilon", self.eps), *self.kind.numbers, *sizes),
             casts_back=rounding.casts_back,
+            dims=self.dims,
             wants_one_dtype=wants_one_dtype,
             casts=not _CASTS.isdisjoint(self.watch.called),
             returned=self.watch.returned,

@@ -24,6 +24,7 @@ from tests.integration.recognition.spellings.other_peoples_layer_norms import (
     OfHeads,
 )
 from tests.integration.recognition.spellings.other_peoples_longer_mlps import (
+    AddingWhatIsLeft,
     ClampedBoth,
     DroppedInside,
     Dropping,
@@ -83,10 +84,10 @@ def served(request) -> tuple[nn.Module, nn.Module]:
 
 
 def given(plain: nn.Module, length: int) -> list[torch.Tensor]:
-    """Arguments of a module: those of a gated norm are two."""
+    """Arguments of a module: those of a gated norm are two, and what is to be added is one."""
     part = plain[0].part
     shape = (2, length, 1, WIDTH) if isinstance(part, OfHeads) else (2, length, WIDTH)
-    return [torch.randn(shape, requires_grad=True) for _ in range(1 + (type(part) in GATED_NORMS))]
+    return [torch.randn(shape, requires_grad=True) for _ in range(1 + (type(part) in (*GATED_NORMS, AddingWhatIsLeft)))]
 
 
 def test_all_layers_and_lengths_share_one_graph_with_the_operators_of_the_kernel(served) -> None:

@@ -38,6 +38,7 @@ from tests.integration.recognition.spellings.other_peoples_norms import (
     DecoratedNorm,
     MetaNorm,
     NormOfConstants,
+    NormOfThreeDimensions,
     ResidualNorm,
     UnitLengthNorm,
 )
@@ -171,6 +172,11 @@ def test_a_row_of_zeros_stays_one_where_the_length_is_limited(registered) -> Non
         assert not result[1].any()
         result.sum().backward()
     torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-5)  # sums of float32
+
+
+def test_a_weight_with_more_dimensions_than_what_it_scales_adds_them(registered) -> None:
+    model, x = kernels_ext_npu.kernelize(Block(NormOfThreeDimensions()).to("npu")), torch.randn(5, WIDTH)
+    torch.testing.assert_close(model(x.npu()).cpu(), NormOfThreeDimensions()(x), rtol=1e-5, atol=1e-5)
 
 
 def test_of_a_gate_that_no_operator_takes_the_report_says_so(registered) -> None:

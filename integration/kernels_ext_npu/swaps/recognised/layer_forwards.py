@@ -49,9 +49,10 @@ def make_layer_forward(package: ModuleType, what: Recognised, matched: FunctionT
 
     def compute(module: nn.Module, x: Tensor, *others: Tensor | None) -> Any:
         roles = _Roles(module, what, matched, dropouts)
-        if computed.wants_one_dtype and any(
+        is_aside = computed.wants_one_dtype and any(
             p is not None and p.dtype is not x.dtype for p in roles._parameters.values()
-        ):
+        )
+        if is_aside or x.dim() < computed.dims:
             return matched(module, x, *others)
         y = layer(roles, _call(module, computed.ahead, x), *others)
         y = _call(module, computed.behind, y.to(x.dtype) if computed.casts_back else y)
@@ -93,6 +94,8 @@ class _Roles:
         computed = what.computed
         self.module, self.matched, self.training = module, matched, module.training
         self._parameters = {role: module._parameters.get(name) for role, name in computed.parameters}  # type: ignore[arg-type]
+        if computed.dims > 1:
+            self._parameters = {role: None if p is None else p.flatten() for role, p in self._parameters.items()}  # type: ignore[misc]
         self._modules: dict[str, Any] = {
             role: _IDENTITY if name is None else child_at(module, name) for role, name in computed.projections
         }

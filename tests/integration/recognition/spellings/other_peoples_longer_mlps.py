@@ -235,6 +235,18 @@ class AddingWhatIsLeft(Projected):
         return dropout_add(y, residual, self.hidden_dropout, self.training)
 
 
+class GatedByTheLastAndDropping(Packed):
+    """Drops out what a gate behind makes, as that of gte-multilingual does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act_fn, self.hidden_dropout = nn.GELU(), nn.Dropout(0.1)
+
+    def forward(self, hidden_states):
+        up_states, gate = torch.split(self.c_fc(hidden_states), INNER, dim=-1)
+        return self.c_proj(self.hidden_dropout(self.act_fn(gate) * up_states))
+
+
 class OfBatches(Projected):
     """Wants three dimensions."""
 
@@ -246,7 +258,7 @@ class OfBatches(Projected):
 
 LONGER_MLPS = {
     **dict.fromkeys((StudentsMLP, WithConv1D, Gating, OfBatches), "SwiGLUMLP"),
-    **dict.fromkeys((GatingByOne, GatingByTheLast), "FusedExactGeGLUMLP"),
+    **dict.fromkeys((GatingByOne, GatingByTheLast, GatedByTheLastAndDropping), "FusedExactGeGLUMLP"),
     TanhGatedByTheLast: "FusedGeGLUMLP",
     **dict.fromkeys((NotDropping, DroppingInTheEnd, NormedFirst), "SwiGLUMLP"),
     **dict.fromkeys((Normed, NormedAndDropping), "NormedMLP"),

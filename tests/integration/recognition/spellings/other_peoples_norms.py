@@ -327,11 +327,22 @@ ROUNDED_FIRST = [
     *(TupleNorm, UnitLengthNorm, DecoratedNorm, NormOfConstants),
 ]
 ROUNDED_LAST = [PromotedNorm, LitNorm, FunctionalNorm, EpslessNorm, TorchNorm, ChatGLMNorm, MultipliedInPlaceNorm]
+
+
 # class -> the layer that computes the same
+class NormOfThreeDimensions(MetaNorm):
+    """Has a weight with as many dimensions as what it scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(self.gain.data[None, None])
+
+
 RMS_NORMS = {
     **dict.fromkeys(ROUNDED_FIRST, "RMSNorm"),
     **dict.fromkeys(ROUNDED_LAST, "RMSNormCastLast"),
     **dict.fromkeys((UnitOffsetNorm, GemmaLikeNorm, AddcmulNorm, RoundedFirstZeroCentred), "RMSNormZeroCentered"),
     **dict.fromkeys((WeightlessNorm, OptionalWeightNorm, WeightlessEpslessNorm), "RMSNormWeightless"),
     **dict.fromkeys((BaichuanNorm,), "T5LayerNorm"),
+    NormOfThreeDimensions: "RMSNorm",
 }

@@ -262,4 +262,6 @@ def _tables() -> Iterator[tuple[Given, ...]]:
         forms.append((Given((*rows, "H"), "complex"),))
         yield from forms
         if "T" in rows:
-            yield from ((*form, Given(positions, "index")) for form in forms for positions in _POSITIONS)
+            chosen = [(form, Given(positions, "index")) for form in forms for positions in _POSITIONS]
+            yield from ((*form, positions) for form, positions in chosen)
+            yield from ((positions, *form) for form, positions in chosen)

@@ -34,9 +34,21 @@ from kernels_ext_npu.recognition.watched_runs import NotRecognisedError, Watched
 
 _OTHER_SIZES = ({"B": 1, "N": 1, "M": 1, "S": 1}, {"S": 1}, {"B": 1, "T": 7, "P": 0})
 _OPERATORS = {
-    *("cat", "stack", "index", "index_select", "gather", "repeat", "repeat_interleave", "flip", "roll", "arange"),
+    *(
+        "cat",
+        "stack",
+        "index",
+        "index_select",
+        "gather",
+        "embedding",
+        "repeat",
+        "repeat_interleave",
+        "flip",
+        "roll",
+        "arange",
+    ),
     *("view_as_complex", "view_as_real", "complex", "polar", "_conj", "real", "imag", "cos", "sin", "outer"),
-    *("copy", "empty_like", "empty", "zeros_like", "new_empty", "slice_scatter", "contiguous"),
+    *("arange", "copy", "empty_like", "empty", "zeros_like", "new_empty", "slice_scatter", "contiguous"),
 }
 _PRODUCTS = {"mm", "bmm"}  # whose dtypes autocast decides
 _TAKEN = frozenset(_OPERATORS | _PRODUCTS)

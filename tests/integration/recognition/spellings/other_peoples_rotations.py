@@ -3,6 +3,7 @@
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 B, N, M, S, T, D = 2, 8, 4, 6, 20, 64
 
@@ -252,6 +253,12 @@ def apply_rotary_with_options(x, cos, sin, **kwargs):
     return apply_rope_litgpt(x, cos, sin)
 
 
+def apply_rope_by_embedding(tokens, positions, cos_comp, sin_comp):
+    """Looks rows up as an embedding does, by positions that come first, as VGGT and CroCo do."""
+    cos, sin = (F.embedding(positions, each)[:, None] for each in (cos_comp, sin_comp))
+    return tokens * cos + rotate_half(tokens) * sin
+
+
 def apply_rotary_splitting(q, k, cos, sin):
     """Leave what lies behind the width of the tables as it is."""
     rotated, rest = zip(*(x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1) for x in (q, k)))
@@ -416,6 +423,7 @@ SERVED = {
     "apply_rotary_in_parts": ("RotaryPosEmb", lambda: (heads(N), table(S, D // 2), table(S, D // 2))),
     "apply_rotary_along": ("RotaryPosEmbInterleaved", lambda: (*_qk(False), 1, table(S, D // 2, 2, 2))),
     "apply_rotary_with_options": ("RotaryPosEmb", lambda: (heads(N), table(S, D), table(S, D))),
+    "apply_rope_by_embedding": ("RotaryPosEmb", lambda: (heads(N), _positions(), table(T, D), table(T, D))),
     "apply_rotary_splitting": ("RotaryPosEmb", lambda: (*_qk(), table(S, D // 2), table(S, D // 2))),
     "apply_rotary_einsum": ("RotaryPosEmb", lambda: (*_qk(), table(S, D // 2), table(S, D // 2))),
 }

@@ -4,6 +4,7 @@ import json
 from types import MethodType
 
 import pytest
+import torch
 from kernels import get_local_kernel
 from torch import nn
 
@@ -68,3 +69,51 @@ def test_somebody_elses_kernel_is_not_ours(registered, tmp_path) -> None:
     model["norm"].forward = MethodType(layer.forward, model["norm"])
     (row,) = kernels_ext_npu.report(model)
     assert (row.swapped, row.reason) == (False, "served by Doubled of the kernel tiny, which is not ours")
+
+
+class StackedMoE(nn.Module):
+    """Multiplies with weights of all experts in one, as gpt-fast does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.up, self.down = nn.Parameter(torch.randn(4, 8, 16)), nn.Parameter(torch.randn(4, 16, 8))
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        hidden = torch.einsum("th,tih->ti", x, self.up[chosen]).relu()
+        return torch.einsum("ti,thi->th", hidden, self.down[chosen]) * weights[:, None]
+
+
+class NamedMoELayer(nn.Module):
+    """Has experts by names, as fairseq's NLLB does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 2)
+        self.experts = nn.ModuleDict({name: nn.Linear(16, 16) for name in ("first", "second")})
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(-1).unsqueeze(-2)
+        return sum(w * expert(x) for w, expert in zip(weights.unbind(-1), self.experts.values()))
+
+
+class OneMoE(nn.Module):
+    """Holds no experts itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = NamedMoELayer()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_a_block_of_experts_that_nothing_serves_has_a_row(registered) -> None:
+    model = kernels_ext_npu.kernelize(nn.ModuleList([StackedMoE(), OneMoE()]).to("npu"))
+    report = kernels_ext_npu.report(model)
+    assert {(row.path, row.kernel, row.kind) for row in report} == {
+        ("0", None, "experts"),
+        ("1.inner", None, "experts"),
+    }
+    assert all(row.reason.startswith("no kernel computes what its forward computes") for row in report)

@@ -58,7 +58,7 @@ _NAMES = {
 }
 _ROUTING_NAMES = re.compile("Gate$|Gating$")  # routers, if they have a top_k
 # blocks of other people's code that send tokens to experts, if they hold these and no child is called so
-_BLOCK_NAMES = re.compile(r"M(oE|OE|oe)(Block|Layer|FeedForward|FFN|MLP)?$")
+BLOCK_NAMES = re.compile(r"M(oE|OE|oe)(Block|Layer|FeedForward|FFN|MLP)?$")
 _ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: counted is what takes several
 _ACTIVATIONS = re.compile(r"act|silu|gelu|swish")
 _METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
@@ -115,7 +115,7 @@ def classify_instance(module: nn.Module) -> Kind | None:
         return catalogue.NORMS
     if _ROUTING_NAMES.search(name) and hasattr(module, "top_k"):
         return catalogue.ROUTERS
-    if _BLOCK_NAMES.search(name) and not type(module).__module__.startswith("transformers.") and _holds_experts(module):
+    if BLOCK_NAMES.search(name) and not type(module).__module__.startswith("transformers.") and _holds_experts(module):
         return catalogue.EXPERTS
     return catalogue.MLPS if has_gated_projections(module) else None
 
@@ -133,7 +133,7 @@ def _holds_experts(module: nn.Module) -> bool:
 def is_classified_by_name(cls: type[nn.Module]) -> bool:
     """Tell whether an instance of a class without a kind may have one, by its name or its pattern."""
     name = cls.__name__
-    is_called_so = any(called.search(name) for called in (_ROUTING_NAMES, _BLOCK_NAMES))
+    is_called_so = any(called.search(name) for called in (_ROUTING_NAMES, BLOCK_NAMES))
     return "norm" in name.lower() or is_called_so or find_pattern(cls) is not None
 
 

@@ -8,7 +8,6 @@ experts of each token give, times its weights; and so have the gradients.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernels_ext_npu.matching.classification import BLOCK_NAMES
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.recognition.computed import Computed, NotRecognised, Recognised
 from kernels_ext_npu.recognition.module_settings import Settings, is_linear, numbers, reads_objects
@@ -29,7 +29,6 @@ _MANY = 4096  # tokens, up to which a number in the code of a block is tried
 _LARGEST = 2**22  # values in what is tried
 _ONE_BY_ONE = "its experts are computed one after the other"
 _OTHER_EXPERTS = "they are no gated MLPs that a kernel computes"
-_CALLED_SO = re.compile("[Ee]xpert|M[Oo]E")
 
 
 def find_moe_block(
@@ -47,7 +46,7 @@ def find_moe_block(
     """
     experts = read_experts(module, recognise)
     if experts is None:
-        return _refused(_OTHER_EXPERTS) if _sends_to_a_list(module) and _is_called_so(module) else None
+        return _refused(_OTHER_EXPERTS) if _is_called_so(module) and _sends_to_a_list(module) else None
     parts = _read_parts(module, experts)
     if isinstance(parts, str):
         return _refused(parts) if _sends_to_a_list(module) else None
@@ -68,7 +67,8 @@ def _sends_to_a_list(module: nn.Module) -> bool:
 
 
 def _is_called_so(module: nn.Module) -> bool:
-    return any(map(_CALLED_SO.search, (type(module).__name__, *module._modules)))
+    lists = [name for name, child in module._modules.items() if isinstance(child, nn.ModuleList)]
+    return BLOCK_NAMES.search(type(module).__name__) is not None or any("expert" in name.lower() for name in lists)
 
 
 def _read_parts(module: nn.Module, experts: Experts) -> Parts | str:

@@ -16,6 +16,7 @@ from types import FunctionType
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from kernels_ext_npu import catalogue
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, Kind
@@ -126,7 +127,8 @@ def _holds_experts(module: nn.Module) -> bool:
     if any(classify_class(type(child)) is catalogue.EXPERTS for child in children):
         return False
     lists = [child for child in children if isinstance(child, (nn.ModuleList, nn.ModuleDict))]
-    weights = [p for each in (module, *children) for p in each._parameters.values() if p is not None]
+    own = [p for each in (module, *children) for p in each._parameters.values() if p is not None]
+    weights = [p for p in own if not is_lazy(p)]
     return any(len(each) > 1 for each in lists) or any(p.dim() == 3 for p in weights)
 
 

@@ -13,6 +13,7 @@ import functools
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from kernels_ext_npu.recognition.activations import find_activation
 from kernels_ext_npu.recognition.computed import NotRecognised, Recognised
@@ -29,6 +30,8 @@ _known: dict[Any, Recognised | NotRecognised | None] = {}
 
 def recognise(module: nn.Module) -> Recognised | NotRecognised | None:
     """Return what a module computes, or what it does that no layer computes; None if it looks like nothing of these."""
+    if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
+        return None  # has no shape yet
     tensors = tensor_names(module)
     buffers = tuple(name for name, each in module._buffers.items() if each is not None and name not in tensors)
     settings = read_settings(module, tensors or buffers)

@@ -117,3 +117,17 @@ def test_a_block_of_experts_that_nothing_serves_has_a_row(registered) -> None:
         ("1.inner", None, "experts"),
     }
     assert all(row.reason.startswith("no kernel computes what its forward computes") for row in report)
+
+
+class LazyMoE(nn.Module):
+    """Knows no shapes before its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.weights = nn.LazyLinear(4), nn.UninitializedParameter()
+
+
+@pytest.mark.parametrize("name", ["LazyMoE", "LazyNorm"])
+def test_modules_that_have_no_shapes_yet_are_left_alone(registered, name: str) -> None:
+    model = kernels_ext_npu.kernelize(nn.ModuleList([type(name, (LazyMoE,), {"forward": OneMoE.forward})()]).to("npu"))
+    assert not any(row.swapped for row in kernels_ext_npu.report(model))

@@ -112,7 +112,7 @@ def foreign_forward(module: nn.Module) -> str | None:
 def foreign_name(function: FunctionType, *modules: str) -> str | None:
     """Return the qualified name of a function that is from another library than all these modules; None if not."""
     libraries = {module.partition(".")[0] for module in modules}
-    if function.__module__.partition(".")[0] in libraries:
+    if function.__module__ is None or function.__module__.partition(".")[0] in libraries:
         return None
     return f"{function.__module__}.{function.__qualname__}"
 

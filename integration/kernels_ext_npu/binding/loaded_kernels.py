@@ -20,7 +20,7 @@ _names: dict[str, str | None] = {}  # package -> name of the kernel that it is o
 
 def kernel_name(forward: Callable | None) -> str | None:
     """Return the name of the kernel that a forward function was loaded from by `kernels`; None for any other."""
-    if not isinstance(forward, FunctionType):
+    if not isinstance(forward, FunctionType) or forward.__module__ is None:  # as code that torch.fx wrote has it
         return None
     package = forward.__module__.partition(".")[0]
     if package not in _names:

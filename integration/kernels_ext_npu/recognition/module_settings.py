@@ -40,8 +40,10 @@ class Settings(NamedTuple):
 def read_settings(module: nn.Module, tensors: Collection[str] = ()) -> Settings | None:
     """Return what a forward may read beside some tensors; None if there is more.
 
-    That is so of other tensors, of objects, and of modules inside of modules.
+    That is so of other tensors, of objects, of modules inside of modules, and of what torch.jit made.
     """
+    if any(isinstance(each, torch.jit.ScriptModule) for each in (module, *module._modules.values())):
+        return None
     cls, own = written_class(type(module)), vars(module)
     names = names_read(cls, cls.forward)  # type: ignore[arg-type]
     held = {name: own[name] for name in names if name in own and name not in _OWN_TO_TORCH and name not in tensors}
@@ -232,7 +234,7 @@ def opaque_children(module: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, child in module._modules.items():
         held = {f"{name}.{n}": each for n, each in child._modules.items()} if is_container(child) else {name: child}  # type: ignore[union-attr]
-        found |= {path: each for path, each in held.items() if is_opaque(each)}  # type: ignore[misc]
+        found |= {path: each for path, each in held.items() if each is not None and is_opaque(each)}
     return found
 
 

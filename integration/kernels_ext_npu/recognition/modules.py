@@ -30,7 +30,8 @@ _known: dict[Any, Recognised | NotRecognised | None] = {}
 
 def recognise(module: nn.Module) -> Recognised | NotRecognised | None:
     """Return what a module computes, or what it does that no layer computes; None if it looks like nothing of these."""
-    if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
+    held = (*module._parameters.values(), *module._buffers.values())
+    if any(each is not None and is_lazy(each) for each in held):
         return None  # has no shape yet
     tensors = tensor_names(module)
     buffers = tuple(name for name, each in module._buffers.items() if each is not None and name not in tensors)
@@ -39,11 +40,11 @@ def recognise(module: nn.Module) -> Recognised | NotRecognised | None:
         return None  # what it computes on an NPU is seen on none
     opaque = tuple((path, type(child)) for path, child in opaque_children(module).items())
     shapes = tuple((name, None if p is None else p.shape) for name, p in module._parameters.items())
-    held = tuple((name, each.shape, each.dtype) for name, each in zip(tensors, held_tensors(module, tensors)))
+    tables = tuple((name, each.shape, each.dtype) for name, each in zip(tensors, held_tensors(module, tensors)))
     helpers = read_helpers(type(module), tensors)
     read = None if helpers is None else tuple((name, value) for _, name, value in helpers)
     lists = _in_blocks(module)
-    key = settings, opaque, shapes, held, read, lists
+    key = settings, opaque, shapes, tables, read, lists
     if key not in _known:
         rotating = () if helpers is None else (functools.partial(find_rotating_module, helpers),)
         block = (functools.partial(find_moe_block, recognise, settings),) if lists else ()
@@ -67,7 +68,12 @@ def recognise(module: nn.Module) -> Recognised | NotRecognised | None:
 def _in_blocks(module: nn.Module) -> tuple[Any, ...]:
     """Return what a module with a list of modules is known by: the first of the list, and what is beside it."""
     lists = {name: child for name, child in module._modules.items() if isinstance(child, nn.ModuleList) and child}
+    if not lists:
+        return ()
     first = tuple((name, len(each), type(each[0]), read_settings(each[0])) for name, each in lists.items())
     others = {name: child for name, child in module._modules.items() if child is not None and name not in lists}
-    beside = tuple((name, read_settings(child, tuple(child._buffers))) for name, child in others.items())
-    return (first, beside) if lists else ()
+    beside = tuple(
+        (name, read_settings(child, tuple(name for name, _ in child.named_buffers(recurse=False))))
+        for name, child in others.items()
+    )
+    return first, beside

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from kernels import Mode
 from torch import nn
 from transformers import PreTrainedModel
@@ -75,7 +76,8 @@ class View:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.named = list(model.named_modules())  # each module once, by its first path
+        # each module once, by its first path; those that torch.jit made have no forward to look at
+        self.named = [each for each in model.named_modules() if not isinstance(each[1], torch.jit.ScriptModule)]
         self.by_class: dict[type[nn.Module], list[nn.Module]] = {}
         for _, module in self.named:
             self.by_class.setdefault(type(module), []).append(module)

@@ -11,13 +11,13 @@ from torch.nn import functional as F
 
 import kernels_ext_npu
 from tests.integration.recognition.blocks import Block, said
-from tests.integration.recognition.spellings.other_peoples_mlps import Projected
+from tests.integration.recognition.spellings.other_peoples_mlps import Helped, Projected
 from tests.integration.recognition.spellings.other_peoples_models import (
     DiffusionTransformer,
     StudentsLlama,
     VisionTower,
 )
-from tests.integration.recognition.spellings.other_peoples_norms import EinsumNorm
+from tests.integration.recognition.spellings.other_peoples_norms import WIDTH, EinsumNorm
 from tests.support.served import rows
 
 # model -> its arguments, and how often which layer serves it
@@ -115,3 +115,34 @@ def test_attention_that_torch_computes_has_a_row_whatever_its_name(registered) -
     (row,) = [row for row in rows(model) if row.path == "mixer"]
     assert not row.swapped
     assert "torch's scaled_dot_product_attention, which torch_npu computes" in row.reason
+
+
+def of_jit(block: nn.Module) -> nn.Module:
+    block.w2 = torch.jit.script(block.w2)
+    return block
+
+
+def without_a_child(block: nn.Module) -> nn.Module:
+    block.register_module("dropout", None)
+    return block
+
+
+@pytest.mark.parametrize(
+    ("change", "is_served"),
+    [
+        (lambda block: torch.jit.trace(block, torch.randn(2, WIDTH)), False),
+        (torch.jit.script, False),
+        (torch.fx.symbolic_trace, False),
+        (of_jit, False),
+        (without_a_child, True),
+    ],
+    ids=["traced", "scripted", "fx", "a scripted child", "no child"],
+)
+def test_what_torch_makes_of_modules_stays_as_it_is(registered, change, is_served: bool) -> None:
+    plain = change(Helped())
+    x = torch.randn(2, 5, WIDTH)
+    expected = plain(x)
+    model = kernels_ext_npu.kernelize(nn.ModuleList([plain]).to("npu"))
+    swapped = any(row.swapped for row in kernels_ext_npu.report(model) if row.path == "0")
+    assert swapped is is_served
+    torch.testing.assert_close(model[0](x.npu()).cpu(), expected, rtol=1e-5, atol=1e-5)

@@ -83,11 +83,14 @@ def is_kernel_function(function: object) -> bool:
 
 
 def original_function(function: object) -> FunctionType | None:
-    """Return the function itself, also below what `kernels` or torch.jit made of it; None for what is neither."""
+    """Return the function itself, also below what `kernels` or torch made of it; None for what is neither."""
     if isinstance(function, torch.jit.ScriptFunction):
         function = getattr(function, "_torchdynamo_inline", None)  # what was compiled
+    if isinstance(function, FunctionType):
+        original = getattr(function, "_torchdynamo_orig_callable", function)  # by torch.compile
+        return original if isinstance(original, FunctionType) else None
     if not isinstance(function, nn.Module):
-        return function if isinstance(function, FunctionType) else None
+        return None
     held = _held(function)
     original = held.get("torch_function", held.get("func"))
     return original if isinstance(original, FunctionType) else None

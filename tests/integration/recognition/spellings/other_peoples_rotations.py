@@ -259,6 +259,11 @@ def apply_rope_by_embedding(tokens, positions, cos_comp, sin_comp):
     return tokens * cos + rotate_half(tokens) * sin
 
 
+@torch.compile(backend="eager")
+def apply_rotary_compiled(q, k, cos, sin):
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
 def apply_rotary_splitting(q, k, cos, sin):
     """Leave what lies behind the width of the tables as it is."""
     rotated, rest = zip(*(x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1) for x in (q, k)))
@@ -424,6 +429,7 @@ SERVED = {
     "apply_rotary_along": ("RotaryPosEmbInterleaved", lambda: (*_qk(False), 1, table(S, D // 2, 2, 2))),
     "apply_rotary_with_options": ("RotaryPosEmb", lambda: (heads(N), table(S, D), table(S, D))),
     "apply_rope_by_embedding": ("RotaryPosEmb", lambda: (heads(N), _positions(), table(T, D), table(T, D))),
+    "apply_rotary_compiled": ("RotaryPosEmb", lambda: (*_qk(), table(S, D), table(S, D))),
     "apply_rotary_splitting": ("RotaryPosEmb", lambda: (*_qk(), table(S, D // 2), table(S, D // 2))),
     "apply_rotary_einsum": ("RotaryPosEmb", lambda: (*_qk(), table(S, D // 2), table(S, D // 2))),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+from argparse import Namespace
 from collections.abc import Collection, Iterator
 from itertools import chain
 from logging import Logger
@@ -123,7 +124,7 @@ def is_setting(value: Any) -> bool:
 
 def is_config(value: Any) -> bool:
     """Tell whether a value is a configuration, of which a forward may read attributes."""
-    is_known = isinstance(value, (PreTrainedConfig, SimpleNamespace)) or dataclasses.is_dataclass(value)
+    is_known = isinstance(value, (PreTrainedConfig, SimpleNamespace, Namespace)) or dataclasses.is_dataclass(value)
     return is_known and not isinstance(value, (nn.Module, type))
 
 

@@ -1,5 +1,6 @@
 """What a module was recognised by is watched: with other settings its class computes."""
 
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -235,3 +236,23 @@ def test_what_changes_in_a_container_is_computed(registered, change: str) -> Non
     assert launched(lambda: model(x)) == 0
     torch.testing.assert_close(model(x), expected)
     assert len(calls) == (3 if "hook" in change else 0)
+
+
+class NormOfArguments(MetaNorm):
+    """Keeps the arguments of a command line, as Megatron's modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.args = Namespace(epsilon=1e-5, layers=2)
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.args.epsilon) * self.gain
+
+
+def test_arguments_of_a_command_line_are_settings(registered) -> None:
+    model = kernels_ext_npu.kernelize(Block(NormOfArguments()).to("npu"))
+    x = torch.randn(2, 5, WIDTH, device="npu")
+    assert launched(lambda: model(x)) == 1
+    model.part.args.epsilon = 1.0
+    assert launched(lambda: model(x)) == 0
+    torch.testing.assert_close(model(x), NormOfArguments.forward(model.part, x))

@@ -21,41 +21,22 @@ from torch import Tensor, nn
 
 from kernels_ext_npu.recognition.function_settings import CONSTANTS, Setting, hold, read_globals
 from kernels_ext_npu.recognition.rotations.asked_lengths import asked_lengths
-from kernels_ext_npu.recognition.rotations.forms import (
-    NUMBER,
-    Form,
-    Settings,
-    candidate_forms,
-    ranks,
-)
+from kernels_ext_npu.recognition.rotations.forms import NUMBER, Form, Settings, candidate_forms, ranks
 from kernels_ext_npu.recognition.rotations.pairs import PAIRINGS, Pairing, rotary_mul
 from kernels_ext_npu.recognition.rotations.signatures import Signature, TableFirst
 from kernels_ext_npu.recognition.watched_runs import NotRecognisedError, Watched, are_same, is_close, isolated
 
 _OTHER_SIZES = ({"B": 1, "N": 1, "M": 1, "S": 1}, {"S": 1}, {"B": 1, "T": 7, "P": 0})
 _OPERATORS = {
-    *(
-        "cat",
-        "stack",
-        "index",
-        "index_select",
-        "gather",
-        "embedding",
-        "repeat",
-        "repeat_interleave",
-        "flip",
-        "roll",
-        "arange",
-    ),
+    *("cat", "stack", "index", "index_select", "gather", "embedding", "repeat", "repeat_interleave", "flip", "roll"),
     *("view_as_complex", "view_as_real", "complex", "polar", "_conj", "real", "imag", "cos", "sin", "outer"),
     *("arange", "copy", "empty_like", "empty", "zeros_like", "new_empty", "slice_scatter", "contiguous"),
 }
 _PRODUCTS = {"mm", "bmm"}  # whose dtypes autocast decides
 _TAKEN = frozenset(_OPERATORS | _PRODUCTS)
 _MOST_OTHERS = 12  # forms that a function takes that is no rotation of any
-_MOST_SETTINGS = (
-    8  # which a function is tried with that is called with the same ranks; a number may be another each time
-)
+# which a function is tried with that is called with the same ranks; a number may be another each time
+_MOST_SETTINGS = 8
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import inspect
 from argparse import Namespace
 from collections.abc import Collection, Iterator
 from itertools import chain
-from logging import Logger
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -53,7 +52,7 @@ def read_settings(module: nn.Module, tensors: Collection[str] = ()) -> Settings 
         found = {name: getattr(held[config], name, None) for name in names}
         members |= {f"{config}.{name}": each for name, each in found.items() if each is not None and not callable(each)}
     on_class = {name: inspect.getattr_static(cls, name, None) for name in names.difference(own)}
-    members |= {name: value for name, value in on_class.items() if value is not None and _is_plain(value)}
+    members |= {name: value for name, value in on_class.items() if value is not None and is_plain(value)}
     buffers = {name for name, buffer in module._buffers.items() if buffer is not None}
     if not buffers.issubset(tensors) or not all(map(is_setting, members.values())):
         return None
@@ -119,7 +118,7 @@ def is_setting(value: Any) -> bool:
     if type(value) is functools.partial:
         return is_setting((value.func, *value.args, *value.keywords.values()))
     is_function = isinstance(value, FunctionType) and (value.__closure__ is None or value.__module__[:6] == "torch.")
-    return _is_plain(value) or is_function or isinstance(value, BuiltinFunctionType)
+    return is_plain(value) or is_function or isinstance(value, BuiltinFunctionType)
 
 
 def is_config(value: Any) -> bool:
@@ -128,7 +127,8 @@ def is_config(value: Any) -> bool:
     return is_known and not isinstance(value, (nn.Module, type))
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Tell whether a value is a constant: a number, a string, a dtype or a size."""
     return isinstance(value, _PLAIN)
 
 
@@ -182,28 +182,12 @@ def _globals_read(cls: type[nn.Module], _: Any) -> tuple[tuple[FunctionType, str
             if isinstance(value, FunctionType):
                 found.append((function, name))
                 waiting += [value] if value not in waiting else []
-            elif _is_plain(value):
+            elif is_plain(value):
                 found.append((function, name))
             elif is_config(value) or (isinstance(value, (type, ModuleType)) and not _is_fixed(value)):
                 own = getattr(value, "__dict__", {})  # one with slots may be changed, too, and is not seen to be
                 found += [(function, f"{name}.{each}") for each in sorted(read & own.keys())]
     return tuple(found)
-
-
-def reads_objects(cls: type[nn.Module]) -> bool:
-    """Tell whether methods of a class read an object of their file that is neither code nor a constant.
-
-    It may keep what they tell it.
-    """
-    functions = [each for base in cls.__mro__[: -len(nn.Module.__mro__)] for each in _functions_in(base)]
-    read = [
-        each.__globals__[name]
-        for each in functions
-        for name in code_names(each.__code__) & each.__globals__.keys()
-        if each.__name__ != "__init__"
-    ]
-    known = FunctionType, BuiltinFunctionType, ModuleType, type, Logger, *_PLAIN
-    return not all(isinstance(value, known) or is_config(value) for value in read)
 
 
 def _is_fixed(value: Any) -> bool:

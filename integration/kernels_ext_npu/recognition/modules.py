@@ -21,6 +21,7 @@ from kernels_ext_npu.recognition.mlps import find_gated_mlp
 from kernels_ext_npu.recognition.module_settings import names_read, opaque_children, read_settings
 from kernels_ext_npu.recognition.moe_blocks.finder import find_moe_block
 from kernels_ext_npu.recognition.norms import find_norm
+from kernels_ext_npu.recognition.purity import impurity
 from kernels_ext_npu.recognition.rotations.modules import find_rotating_module, held_tensors, read_helpers, tensor_names
 from kernels_ext_npu.recognition.routers.finder import find_router
 from kernels_ext_npu.recognition.watched_runs import OwnOperatorError, attempt, isolated
@@ -55,7 +56,10 @@ def recognise(module: nn.Module) -> Recognised | NotRecognised | None:
             finders = find_router, *block
         elif opaque:
             finders = find_gated_mlp, find_router, *block
-        seen: list[NotRecognised] = []
+        impure = None if lists else impurity(type(module), type(module).forward)  # type: ignore[arg-type]  # blocks say it
+        if impure is not None:
+            finders = ()
+        seen = [NotRecognised(impure)] if impure is not None else []
         try:
             with isolated():
                 found = next(filter(None, (attempt(find, module, seen=seen) for find in finders)), None)

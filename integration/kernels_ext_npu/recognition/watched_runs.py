@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import inspect
 import warnings
@@ -29,6 +30,7 @@ _PARTS = {"slice", "select", "split_with_sizes", "unbind", "transpose", "t", "pe
 _MADE = {"_to_copy", "to", "clone", "ones", "ones_like", "scalar_tensor", "lift_fresh", "promote_types"}
 _KNOWN = frozenset(_ARITHMETIC | _SUMS | _ACTIVATIONS | _VIEWS | _PARTS | _MADE)
 _READS = {"_local_scalar_dense": "the host waits for a number in it"}
+_DEEDS = ("print", "open", "input")
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 MAGNITUDES = (1e-2, 1.0, 1e2, 1e4)  # of numbers at which limits show
 _IN_FLOAT32 = 1e-5  # a sum of some hundred products, rounded to float32 inside
@@ -127,6 +129,10 @@ def stand_in(module: nn.Module, members: dict[str, Any]) -> nn.Module:
     return made
 
 
+def _refuse(*_: Any, **__: Any) -> None:
+    raise NotRecognisedError("it prints, or opens files")
+
+
 class Watched(TorchDispatchMode):
     """Refuses operators that no formula has: those that read numbers on the host, draw them, or write in place.
 
@@ -142,6 +148,15 @@ class Watched(TorchDispatchMode):
         self.autocast = False
         self.called: list[str] = []
         self.returned: tuple[Any, ...] | None = None
+
+    def __enter__(self) -> Watched:
+        self.builtins = {name: getattr(builtins, name) for name in _DEEDS}
+        vars(builtins).update(dict.fromkeys(_DEEDS, _refuse))
+        return super().__enter__()  # type: ignore[return-value]
+
+    def __exit__(self, *error: Any) -> None:
+        vars(builtins).update(self.builtins)
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, _, name = function._schema.name.partition("::")

@@ -214,7 +214,7 @@ def test_a_gate_that_draws_is_asked_at_each_call() -> None:
         ("DispatchesByMasks", "no child, or several, give experts of tokens and their weights, or logits"),
         ("MoEOfPlainMLPs", "they are no gated MLPs that a kernel computes"),
         ("AddsAParameter", "what it gives is not the weighted sum of what they give"),
-        ("TellsAnObject", "it reads an object of its file, which may keep what it is told"),
+        ("TellsAnObject", "it reads LOADS of its file, an object that may change"),
     ],
 )
 def test_the_report_says_what_a_block_has_that_none_has_which_is_served(like: str, seen: str) -> None:

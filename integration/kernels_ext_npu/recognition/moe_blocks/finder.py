@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from kernels_ext_npu.matching.classification import BLOCK_NAMES
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.recognition.computed import Computed, NotRecognised, Recognised
-from kernels_ext_npu.recognition.module_settings import Settings, is_linear, numbers, reads_objects
+from kernels_ext_npu.recognition.module_settings import Settings, is_linear, numbers
 from kernels_ext_npu.recognition.moe_blocks.children import read_experts, read_gate
 from kernels_ext_npu.recognition.moe_blocks.formulas import Choice, Experts, Mode, MoEBlock, possible_choices
 from kernels_ext_npu.recognition.moe_blocks.runs import BlockRun, Parts, Probe
+from kernels_ext_npu.recognition.purity import impurity
 from kernels_ext_npu.recognition.watched_runs import MAGNITUDES, attempt, autocast, takes
 
 _WIDTH = 8  # of tokens, unless a block asks for its own
@@ -76,8 +77,8 @@ def _read_parts(module: nn.Module, experts: Experts) -> Parts | str:
     own = {name: each for name, each in {**module._parameters, **module._buffers}.items() if each is not None}
     if not takes(module, 1):
         return "it takes more than tokens"
-    if reads_objects(type(module)):
-        return "it reads an object of its file, which may keep what it is told"
+    if (impure := impurity(type(module), type(module).forward)) is not None:  # type: ignore[arg-type]
+        return impure
     if [p.numel() for p in own.values()] not in ([], [experts.number]):
         return "it has other weights of its own"
     others = {name: child for name, child in module._modules.items() if child is not None and name != experts.name}

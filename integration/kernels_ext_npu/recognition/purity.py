@@ -1,0 +1,78 @@
+"""Whether a forward is a pure function of its arguments and settings, as far as its code tells without being run.
+
+A kernel in its place would leave out what else it does, and would not see what it reads elsewhere.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from collections.abc import Iterator
+from logging import Logger
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from kernels_ext_npu.recognition.module_settings import is_config, is_plain
+from kernels_ext_npu.syntax.source_tree import code_names
+from kernels_ext_npu.transformers_internals import is_kernel_function
+
+_CODE = (
+    *(FunctionType, BuiltinFunctionType, ModuleType, type, functools.partial, type(code_names), Logger),
+    *(torch.jit.ScriptFunction, torch._ops.OpOverload, torch._ops.OpOverloadPacket),
+)
+_LIBRARIES = ("torch.", "transformers.", "triton.", "typing")  # whose objects are what they are
+_SEEDS = {"manual_seed", "set_rng_state"}
+
+
+@functools.cache
+def impurity(cls: type[nn.Module], _: Any) -> str | None:
+    """Say what a class with this forward does beside computing, or reads beside its settings; None if nothing."""
+    for function in _reached(cls):
+        for step in _steps(function.__code__):
+            name, loads = step.argval, step.opname.startswith("LOAD_")
+            if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+                return f"it writes {name} of its file"
+            if step.opname == "LOAD_GLOBAL" and not _is_constant(function.__globals__.get(name)):
+                return f"it reads {name} of its file, an object that may change"
+            if loads and name in _SEEDS:
+                return "it seeds what draws random numbers"
+    return None
+
+
+def _reached(cls: type[nn.Module]) -> list[FunctionType]:
+    """Return the forward of a class, and the methods and functions of people's code that it may call."""
+    bases = [vars(base) for base in cls.__mro__ if base not in (nn.Module, object)]
+    found: list[FunctionType] = []
+    waiting: list[Any] = [cls.forward]
+    for value in waiting:  # grows while it runs
+        value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        written = inspect.unwrap(value) if callable(value) else value
+        for function in (value,) if written is value else (value, written):
+            if not isinstance(function, FunctionType) or (function.__module__ or "").startswith(_LIBRARIES):
+                continue
+            found.append(function)
+            names = code_names(function.__code__)
+            methods = [members[name] for members in bases for name in sorted(names & members.keys())]
+            read = [function.__globals__[name] for name in sorted(names & function.__globals__.keys())]
+            waiting += [each for each in (*methods, *read) if not any(each is other for other in waiting)]
+    return found
+
+
+def _steps(code: CodeType) -> Iterator[dis.Instruction]:
+    yield from dis.get_instructions(code)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _steps(constant)
+
+
+def _is_constant(value: Any) -> bool:
+    """Tell whether a global is code or a constant: configurations are watched."""
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    if isinstance(value, _CODE) or is_plain(value) or is_config(value) or is_kernel_function(value):
+        return True
+    return type(value).__module__.startswith(_LIBRARIES) and not isinstance(value, torch.Tensor)

@@ -1,0 +1,111 @@
+"""What a forward does beside computing, or reads of objects in its file, stays: such a module keeps its forward."""
+
+import builtins
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import kernels_ext_npu
+from tests.integration.recognition.blocks import Block, launched, said
+from tests.integration.recognition.spellings.other_peoples_norms import WIDTH, MetaNorm
+
+CALLS: list[int] = []
+FLAGS = {"doubled": False}
+TABLE = torch.ones(WIDTH)
+COUNT = 0
+
+
+class Prints(MetaNorm):
+    def forward(self, x):
+        print("a norm")
+        return super().forward(x)
+
+
+class Opens(MetaNorm):
+    def forward(self, x):
+        with open("/dev/null") as file:
+            file.read()
+        return super().forward(x)
+
+
+class Counts(MetaNorm):
+    def forward(self, x):
+        global COUNT
+        COUNT += 1
+        return super().forward(x)
+
+
+class Appends(MetaNorm):
+    def forward(self, x):
+        note(x)
+        return super().forward(x)
+
+
+def note(x):
+    CALLS.append(x.shape[0])
+
+
+class LooksUp(MetaNorm):
+    def forward(self, x):
+        y = super().forward(x)
+        return 2 * y if FLAGS["doubled"] else y
+
+
+class Multiplies(MetaNorm):
+    def forward(self, x):
+        return super().forward(x) * TABLE.to(x.device)
+
+
+class Seeds(MetaNorm):
+    def forward(self, x):
+        torch.manual_seed(0)
+        return super().forward(x)
+
+
+class SaysWhenAsked(MetaNorm):
+    """Prints under a setting that it does not have: that is watched."""
+
+    verbose = False
+
+    def forward(self, x):
+        if self.verbose:
+            print("a norm")
+        return super().forward(x)
+
+
+class NamesLikeGlobals(MetaNorm):
+    """Reads members that have the names of objects in its file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.COUNT, self.FLAGS = 1.0, 1.0
+
+    def forward(self, x):
+        return super().forward(x) * self.COUNT * self.FLAGS
+
+
+@pytest.mark.parametrize("cls", [Prints, Opens, Counts, Appends, LooksUp, Multiplies, Seeds], ids=lambda c: c.__name__)
+def test_a_norm_that_does_more_keeps_its_forward_which_does_it_at_no_swap(registered, capsys, cls) -> None:
+    CALLS.clear()
+    before = COUNT, builtins.print, builtins.open
+    plain = Block(cls())
+    model = kernels_ext_npu.kernelize(copy.deepcopy(plain).to("npu"))
+    assert not any(swapped for _, swapped in said(model))
+    assert (COUNT, builtins.print, builtins.open) == before
+    assert not CALLS
+    assert capsys.readouterr().out == ""
+    x = torch.randn(2, WIDTH)
+    torch.testing.assert_close(model(x.npu()).cpu(), plain(x), rtol=1e-5, atol=1e-6)  # of float32 in another order
+    assert launched(lambda: model(x.npu())) == 0
+
+
+@pytest.mark.parametrize("cls", [SaysWhenAsked, NamesLikeGlobals])
+def test_what_it_might_do_with_other_settings_stands_not_against_it(registered, capsys, cls: type[nn.Module]) -> None:
+    model = kernels_ext_npu.kernelize(Block(cls()).to("npu"))
+    assert said(model) == [("RMSNorm", True)]
+    if cls is SaysWhenAsked:
+        model.part.verbose = True
+        model(torch.randn(2, WIDTH, device="npu"))
+        assert "a norm" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernels_ext_npu.syntax.source_tree import code_names
+from kernels_ext_npu.syntax.source_tree import code_names, written_globals
 from kernels_ext_npu.transformers_internals import cells, is_kernel_function, original_function
 
 Setting = tuple[dict[str, Any], str, Any]  # globals, a name in them, and what it was
@@ -18,7 +18,7 @@ CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
 
 
 def read_globals(function: FunctionType, cls: type = object) -> tuple[Setting, ...] | None:
-    """Return the globals that a function and its helpers read; None if some are neither code nor constants.
+    """Return the globals that a function and its helpers read; None if some are written, or no code or constants.
 
     Methods of a class are helpers, too.
     """
@@ -28,6 +28,8 @@ def read_globals(function: FunctionType, cls: type = object) -> tuple[Setting, .
     for each in waiting:  # grows while it runs
         held = list(cells(each).values())  # torch's decorators hold what they call, and super() has its class there
         if not all(isinstance(value, (FunctionType, torch.autocast, type)) for value in held):
+            return None
+        if written_globals(each.__code__):
             return None
         names, read = each.__globals__, code_names(each.__code__)
         methods = [members[name] for members in own for name in read & members.keys()]

@@ -5,19 +5,17 @@ A kernel in its place would leave out what else it does, and would not see what 
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
-from collections.abc import Iterator
 from logging import Logger
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from kernels_ext_npu.recognition.module_settings import is_config, is_plain
-from kernels_ext_npu.syntax.source_tree import code_names
+from kernels_ext_npu.syntax.source_tree import code_names, instructions, written_globals
 from kernels_ext_npu.transformers_internals import is_kernel_function
 
 _CODE = (
@@ -32,10 +30,10 @@ _SEEDS = {"manual_seed", "set_rng_state"}
 def impurity(cls: type[nn.Module], _: Any) -> str | None:
     """Say what a class with this forward does beside computing, or reads beside its settings; None if nothing."""
     for function in _reached(cls):
-        for step in _steps(function.__code__):
+        if written := written_globals(function.__code__):
+            return f"it writes {written[0]} of its file"
+        for step in instructions(function.__code__):
             name, loads = step.argval, step.opname.startswith("LOAD_")
-            if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-                return f"it writes {name} of its file"
             if step.opname == "LOAD_GLOBAL" and not _is_constant(function.__globals__.get(name)):
                 return f"it reads {name} of its file, an object that may change"
             if loads and name in _SEEDS:
@@ -60,13 +58,6 @@ def _reached(cls: type[nn.Module]) -> list[FunctionType]:
             read = [function.__globals__[name] for name in sorted(names & function.__globals__.keys())]
             waiting += [each for each in (*methods, *read) if not any(each is other for other in waiting)]
     return found
-
-
-def _steps(code: CodeType) -> Iterator[dis.Instruction]:
-    yield from dis.get_instructions(code)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _steps(constant)
 
 
 def _is_constant(value: Any) -> bool:

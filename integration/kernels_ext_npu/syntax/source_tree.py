@@ -1,15 +1,16 @@
 """The syntax trees of functions: read from their source, and made into functions again where they were changed.
 
-The names in their code are known without reading the source.
+The names in their code, and what it does, are known without reading the source.
 """
 
 from __future__ import annotations
 import __future__
 
 import ast
+import dis
 import inspect
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
@@ -71,3 +72,16 @@ def code_names(code: CodeType) -> frozenset[str]:
     """Return the names of globals and attributes in the code of a function, and of the functions in it."""
     inner = [code_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return frozenset(code.co_names).union(*inner)
+
+
+def instructions(code: CodeType) -> Iterator[dis.Instruction]:
+    """Yield the instructions in the code of a function, and of the functions in it."""
+    yield from dis.get_instructions(code)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from instructions(constant)
+
+
+def written_globals(code: CodeType) -> list[str]:
+    """Return the globals that the code of a function writes or deletes."""
+    return [step.argval for step in instructions(code) if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")]

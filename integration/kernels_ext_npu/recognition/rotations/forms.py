@@ -184,7 +184,9 @@ class Form:
 
 
 def candidate_forms(signature: Signature) -> Iterator[Form]:
-    """Yield the forms that the parameters of a rotary function may have."""
+    """Yield the forms that the parameters of a rotary function may have; none where they are not plain."""
+    if not signature.is_plain:
+        return
     defaults = [default for place, default in enumerate(signature.defaults) if place not in signature.dimensions]
     required = defaults.count(inspect.Parameter.empty)
     for first, tables in product(_first_arguments(), _tables()):

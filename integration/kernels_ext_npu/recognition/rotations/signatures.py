@@ -19,7 +19,7 @@ class Signature:
         defaults: of them.
         positional: how many may be given without a name.
         dimensions: the places of those that are whole numbers without a default.
-        is_plain: whether it reads no others.
+        is_plain: whether it reads no others, and no default can be written to.
     """
 
     def __init__(self, function: FunctionType, skipped: int = 0) -> None:
@@ -34,6 +34,7 @@ class Signature:
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in others)
         self.is_plain = all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
         self.is_plain &= not any(_reads(function, p.name) for p in others)
+        self.is_plain &= not any(isinstance(default, (dict, list, set)) for default in self.defaults)
 
     def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
         """Return what each parameter is given in a call; None if the function would refuse it."""

@@ -373,6 +373,21 @@ def apply_rotary_with_state(x, cos, sin):
     return STATE[0] * (x * cos + rotate_half(x) * sin)
 
 
+def apply_rotary_counting(x, cos, sin):
+    global COUNT
+    COUNT = 1
+    return x * cos + rotate_half(x) * sin
+
+
+def apply_rotary_with_a_cache(x, cos, sin, cache={}):  # noqa: B006  as some keep what they have made
+    return x * cache.setdefault("cos", cos) + rotate_half(x) * sin
+
+
+def apply_rotary_printing(x, cos, sin):
+    print("rotated")
+    return x * cos + rotate_half(x) * sin
+
+
 def apply_rotary_long_training(x, cos, sin):
     if torch.is_grad_enabled():
         return x * cos + rotate_half(x) * sin

@@ -35,7 +35,7 @@ WAY = (
         "model go through one sequence: each finder decides of the sites of its kind, and what it decides is put in.",
         (
             "lifecycle.kernelize:kernelize",
-            "lifecycle.use_kernels:install",
+            "lifecycle.pipeline:install",
             "lifecycle.pipeline:run",
             "swaps.decision:Finder",
             "swaps.decision:Decision",

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import kernels
 from torch import nn
@@ -15,13 +18,19 @@ from transformers import PreTrainedModel
 from transformers.integrations.hub_kernels import register_kernel_mapping_transformers
 
 from kernels_ext_npu.binding import registration, use_kernels_flag
-from kernels_ext_npu.binding.devices import assume_npu_if_meta
+from kernels_ext_npu.binding.devices import assume_npu_if_meta, compute_device
+from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.swaps import finders
 from kernels_ext_npu.swaps.decision import Swapping, View
 
 logger = logging.getLogger("kernels_ext_npu")
 
 _AT_MOST = 20  # rows in an error
+
+
+def install(patches: Patches) -> None:
+    """Let transformers' ``set_use_kernels`` swap our kernels while they are registered."""
+    patches.method(PreTrainedModel, "set_use_kernels", _set_use_kernels, registration.is_active)
 
 
 def run(model: nn.Module, mode: kernels.Mode | None, bind_layers: Callable[[kernels.Mode], None]) -> None:
@@ -72,6 +81,39 @@ def swap_in_at_first_call(model: nn.Module) -> None:
 
     level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.DEBUG
     logger.log(level, "kernels-ext-npu: %s at its first forward:\n%s", type(model).__name__, report(model))
+
+
+def _set_use_kernels(original: Callable, model: Any, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
+    if not use_kernels:
+        original(model, use_kernels, *args, **kwargs)
+        return
+    given = inspect.signature(original).bind(model, use_kernels, *args, **kwargs).arguments
+    if not model.use_kernels:  # train() and eval() look again where it is on already
+        registration.restored.difference_update(model.modules())
+    with assume_npu_if_meta(model):
+        is_away = compute_device(model) != "npu"
+        # offloaded, or without weights yet: transformers would take kernels for the CPU, or for meta
+        waits = not is_away and model.device.type != "npu"
+        is_for_npu_only = use_kernels_flag.is_for_npu_only(model)
+        if is_away and not is_for_npu_only:
+            warnings.warn(
+                f"use_kernels=True: {type(model).__name__} is on {model.device.type}, and kernels are swapped in for "
+                "models on the NPU. Load it with device_map='npu', or move it there and call "
+                "kernels_ext_npu.kernelize(model).",
+                stacklevel=4,
+            )
+        has_config = model.kernel_config is not None or given.get("kernel_config") is not None
+
+        def bind_layers(mode: kernels.Mode) -> None:
+            if is_away and is_for_npu_only:  # nobody has asked for kernels of other devices
+                return
+            if has_config or not waits:
+                original(model, use_kernels, *args, **kwargs)
+            use_kernels_flag.note(model, was_asked=not is_for_npu_only)
+            if waits:
+                bind_layers_on_npu(model, mode)
+
+        run(model, given.get("mode"), bind_layers)
 
 
 def bind_layers_on_npu(model: nn.Module, mode: kernels.Mode) -> None:

@@ -62,7 +62,7 @@ def register(
     from kernels_ext_npu.binding import lazy_swap, registration, torch_rms_norm
     from kernels_ext_npu.decoding import generation, static_cache
     from kernels_ext_npu.distribution import sources
-    from kernels_ext_npu.lifecycle import pipeline, use_kernels
+    from kernels_ext_npu.lifecycle import pipeline
     from kernels_ext_npu.swaps import finders
 
     chosen = _chosen(kernels)
@@ -74,7 +74,7 @@ def register(
     try:
         for finder in finders.FINDERS:
             finder.install(active)
-        for part in (use_kernels, generation, static_cache, torch_rms_norm):
+        for part in (pipeline, generation, static_cache, torch_rms_norm):
             part.install(active.patches)
         if "npu" not in utils.DISTRIBUTED_BACKEND_MAP:
             active.patches.item(utils.DISTRIBUTED_BACKEND_MAP, "npu", BACKEND)

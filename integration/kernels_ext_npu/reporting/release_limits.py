@@ -12,7 +12,7 @@ from kernels_ext_npu.catalogue import ATTENTION, EXPERTS, LAYERS, ROTARY
 from kernels_ext_npu.machine import cann_releases
 from kernels_ext_npu.machine.cann_releases import Limit, Release
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.swaps.decision import Decision, Row, View
+from kernels_ext_npu.swaps.decision import Decision, View
 
 # layers whose routing is npu_moe_gating_top_k, by how their names begin
 _GATED = ("SigmoidTopKRouter", "GroupedSoftmaxTopKRouter", "BiasedSoftmaxTopKRouter", "CorrectedSoftmaxTopKRouter")
@@ -26,50 +26,43 @@ def remarks(view: View, served: list[Decision]) -> dict[Decision, Reason | None]
     release = cann_releases.parse_release(getattr(torch.version, "cann", None))  # as kernels read it when loaded
     if not any(limit.holds(release) for limit in cann_releases.LIMITS):
         return {}
-    return {decision: reason(decision.row(), view.model, release) for decision in served}
+    limits = {decision: _limit(decision, view.model, release) for decision in served if decision.doubt is None}
+    found = {decision: limit for decision, limit in limits.items() if limit is not None and limit.holds(release)}
+    return {decision: Reason("release", cann_releases.sentence(limit, release)) for decision, limit in found.items()}
 
 
-def reason(row: Row, model: nn.Module, release: Release) -> Reason | None:
-    """Say what a release serves less of a row of a model than a later one; None if it serves all."""
-    if not row.swapped:
-        return None
-    limit = _limit(row, model.get_submodule(row.module), model, release)
-    if limit is None or not limit.holds(release):
-        return None
-    return Reason("release", cann_releases.sentence(limit, release))
-
-
-def _limit(row: Row, module: nn.Module, model: nn.Module, release: Release) -> Limit | None:
-    """Return the limit that the row is beyond."""
-    kernel = row.kernel or ""
+def _limit(decision: Decision, model: nn.Module, release: Release) -> Limit | None:
+    """Return the limit that what is served is beyond."""
+    kernel, kind, module = decision.present or "", decision.kind, decision.module
     if kernel.startswith(_GATED):
         if not _is_deepseek_v3(kernel, module):
             return cann_releases.ROUTING
         return cann_releases.ROUTING_IN_TRAINING if module.training else None
-    if row.kind == EXPERTS.in_models and module.training:
-        return _training_limit(row, module, model, release)
+    if kind == EXPERTS.in_models and module.training:
+        return _training_limit(decision, model, release)
     if LAYERS.get(kernel) == "RMSNorm" and "ZeroCentered" in kernel and module.training:
         return None if _dtype(module) is torch.float32 else cann_releases.NORMS_IN_TRAINING
     if LAYERS.get(kernel) == "Activation" and "Quick" in kernel:
         return cann_releases.FAST_GELU
-    if row.kind not in (ATTENTION.in_models, ROTARY.in_models):
+    if kind not in (ATTENTION.in_models, ROTARY.in_models):
         return None
     heads, size = _heads(module, model)
-    if row.kind == ATTENTION.in_models and size > 512:
+    if kind == ATTENTION.in_models and size > 512:
         return cann_releases.PACKED_HEADS
-    if row.kind == ROTARY.in_models and 0 < size <= 128:  # larger ones are rotated apart everywhere
+    if kind == ROTARY.in_models and 0 < size <= 128:  # larger ones are rotated apart everywhere
         if release < (8, 5):
             return cann_releases.ROTATED if 9 * heads * size > _LOCAL_FLOATS else None
         return cann_releases.ROTATED_IN_8_5 if 7 * heads * size + 10 * size > _LOCAL_FLOATS else None
     return None
 
 
-def _training_limit(row: Row, experts: nn.Module, model: nn.Module, release: Release) -> Limit | None:
+def _training_limit(decision: Decision, model: nn.Module, release: Release) -> Limit | None:
     """Return the limit of experts in training, the one that costs more where there are two."""
+    experts = decision.module
     is_float32 = _dtype(experts) is torch.float32
     if release < (8, 3) and any(parameter.requires_grad for parameter in experts.parameters()):
         return cann_releases.EXPERTS_IN_FLOAT32 if is_float32 else cann_releases.EXPERTS
-    block = model.get_submodule(row.module.rpartition(".")[0])
+    block = model.get_submodule(decision.path.rpartition(".")[0])
     # routers that correct their scores give weights in float32, as those of DeepSeek-V3
     corrects = any(hasattr(part, "e_score_correction_bias") for part in (*experts.children(), *block.children()))
     return cann_releases.EXPERTS_CHOSEN_IN_FLOAT32 if corrects and not is_float32 else None

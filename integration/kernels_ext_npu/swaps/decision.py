@@ -122,6 +122,15 @@ class View:
         return {module: found[module] for _, module in self.named if found.get(module)}
 
     @functools.cached_property
+    def callers(self) -> dict[CalledFunction, list[nn.Module]]:
+        """The functions that modules call and that a kernel may serve, each with these modules."""
+        found: dict[CalledFunction, list[nn.Module]] = {}
+        for module, functions in self.calls.items():
+            for callee in functions:
+                found.setdefault(callee, []).append(module)
+        return found
+
+    @functools.cached_property
     def recognised(self) -> dict[nn.Module, Recognised]:
         """The modules of classes that no pattern knows, and what they were found to compute by running them."""
         return {module: what for module, what in self._run.items() if isinstance(what, Recognised)}
@@ -144,8 +153,7 @@ class View:
     @functools.cached_property
     def rotations(self) -> dict[CalledFunction, Rotation]:
         """The rotary functions of other people's code that no pattern knows, and how they rotate, if they do."""
-        called = {callee for functions in self.calls.values() for callee in functions if callee.kind is ROTARY}
-        functions = {callee: original_function(callee.function) for callee in called}
+        functions = {callee: original_function(callee.function) for callee in self.callers if callee.kind is ROTARY}
         others = {c: f for c, f in functions.items() if f is not None and not f.__module__.startswith(LIBRARIES)}
         unknown = {callee: function for callee, function in others.items() if find_pattern(function) is None}
         if not unknown:

@@ -14,7 +14,6 @@ import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
 from pickle import PicklingError
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -59,7 +58,7 @@ def install(active: Registration) -> None:
 
 def find(view: View) -> Iterator[Decision]:
     """Decide of every function that a kernel may serve and a module calls, once for each module."""
-    patterns = {callee: find_pattern(callee.function) for callee in chain.from_iterable(view.calls.values())}
+    patterns = {callee: find_pattern(callee.function) for callee in view.callers}
     for path, module in view.named if patterns else ():
         for callee in view.calls.get(module, ()):
             pattern = patterns[callee]
@@ -94,11 +93,7 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     """
     active = swapping.registration
     taken: dict[nn.Module, str] = {}
-    callers: dict[CalledFunction, list[nn.Module]] = {}
-    for module, functions in view.calls.items():
-        for callee in functions:
-            callers.setdefault(callee, []).append(module)
-    for callee, modules in callers.items():
+    for callee, modules in view.callers.items():
         pattern = find_pattern(callee.function)
         rotation = None if pattern else view.rotations.get(callee)
         is_here = not all(map(is_elsewhere, modules))
@@ -115,7 +110,7 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
 
 def revert(view: View) -> None:
     """Put the originals back, in all models that call the same functions."""
-    for function in {callee.function for callee in chain.from_iterable(view.calls.values())}:
+    for function in {callee.function for callee in view.callers}:
         if is_kernel_function(function):
             forward_binding.take_out(function)
         if registration.current is not None:

@@ -98,7 +98,7 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     for decision in decisions:
         if forward_owner(decision.module) != COMPRESSED:
             _take(decision.module)
-            set_forward(decision.module, _make_forward(), COMPRESSED)
+            set_forward(decision.module, _forward_with(registration.package(REPOSITORY)), COMPRESSED)
 
 
 def revert(view: View) -> None:
@@ -254,10 +254,6 @@ def _take_in(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any
     if held.has_zero_points and (zero_points := state.get(f"{prefix}weight_zero_point")) is not None:
         scale: Any = module._parameters["weight_scale"]
         module._buffers[_OFFSET].copy_(_offset(zero_points, scale, held))  # type: ignore[union-attr]
-
-
-def _make_forward() -> FunctionType:
-    return _forward_with(registration.package(REPOSITORY))
 
 
 @functools.cache

@@ -109,7 +109,7 @@ def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
         pair = gate_up_layout.called(decision.module) if decision.kind == MLPS.in_models else None
         if pair is not None and (apart := why_apart(*pair)) is not None:
             found[decision] = f"two products, since {apart}"
-        elif pair is not None and all(map(_is_quantised, pair)):
+        elif pair is not None and all(forward_owner(e) == LORA and is_quantised(type(e.base_layer)) for e in pair):
             found[decision] = "gate and up are made into one weight by each product"
     return found
 
@@ -130,11 +130,6 @@ def why_apart(*pair: nn.Module) -> str | None:
     if len({layer.adapters[0][2] for layer in layers}) > 1:
         return "their adapters differ in scale"
     return None
-
-
-def _is_quantised(module: nn.Module) -> bool:
-    """Tell whether a layer that a kernel computes has adapters over a quantised one."""
-    return forward_owner(module) == LORA and is_quantised(type(module.base_layer))
 
 
 def _refusal(module: Any, is_sharded: bool) -> str | None:

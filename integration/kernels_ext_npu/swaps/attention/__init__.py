@@ -50,21 +50,20 @@ _METHODS = {"expand_kv": mla_absorb.replacement_for, "forward": indexers.replace
 
 
 def install(registration: Registration) -> None:
-    """Register the kernel in transformers' tables, also as ``sdpa``, unless somebody has replaced that entry."""
+    """Register the kernel in transformers' tables, also as ``sdpa`` and flex, unless somebody has replaced these."""
     if not NPU_FLASH_ATTENTION.is_registered():
         return
     patches, is_registered = registration.patches, NPU_FLASH_ATTENTION.is_registered
     table, mask_table = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
     patches.items(table, dict.fromkeys(NPU_FLASH_ATTENTION.names, calls.npu_flash_attention))
     patches.items(mask_table, dict.fromkeys(NPU_FLASH_ATTENTION.names, calls.npu_flash_attention_mask))
-    if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward and mask_table["sdpa"] is sdpa_mask:
-        ours = functools.partial(calls.kernel_or_sdpa, sdpa_attention_forward)
-        patches.item(table, "sdpa", functools.update_wrapper(ours, sdpa_attention_forward))
-        patches.item(mask_table, "sdpa", calls.mask_for_kernel(sdpa_mask))
-    if ALL_ATTENTION_FUNCTIONS[FLEX] is flex_attention_forward and mask_table[FLEX] is flex_attention_mask:
-        ours = functools.partial(calls.kernel_or_flex, flex_attention_forward)
-        patches.item(table, FLEX, functools.update_wrapper(ours, flex_attention_forward))
-        patches.item(mask_table, FLEX, calls.mask_for_kernel(flex_attention_mask))
+    for name, attend, mask, ours in (
+        ("sdpa", sdpa_attention_forward, sdpa_mask, calls.kernel_or_sdpa),
+        (FLEX, flex_attention_forward, flex_attention_mask, calls.kernel_or_flex),
+    ):
+        if ALL_ATTENTION_FUNCTIONS[name] is attend and mask_table[name] is mask:
+            patches.item(table, name, functools.update_wrapper(functools.partial(ours, attend), attend))
+            patches.item(mask_table, name, calls.mask_for_kernel(mask))
     flex_attention.install(patches)
     if mask_table["eager"] is eager_mask:
         patches.item(mask_table, "eager", calls.mask_for_kernel(eager_mask))

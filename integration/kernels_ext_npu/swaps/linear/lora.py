@@ -87,10 +87,9 @@ def find(view: View) -> list[Decision]:
 
 def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     """Bind forwards to a model's layers with adapters, and let those of one input be computed together."""
-    decisions = [decision for decision in decisions if decision.make is not None]
+    decisions = list(decisions)
     bind_forwards(LORA, view, decisions, swapping)
-    adapted = {decision.module for decision in decisions if decision.reason is None}
-    linear_groups.put(view, adapted)
+    linear_groups.put(view, {decision.module for decision in decisions if decision.reason is None})
 
 
 def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:

@@ -22,22 +22,25 @@ _CODE = (
     *(FunctionType, BuiltinFunctionType, ModuleType, type, functools.partial, type(code_names), Logger),
     *(torch.jit.ScriptFunction, torch._ops.OpOverload, torch._ops.OpOverloadPacket),
 )
-_LIBRARIES = ("torch.", "transformers.", "triton.", "typing")  # whose objects are what they are
+_LIBRARIES = ("torch.", "transformers.", "einops", "triton.", "typing")  # whose objects are what they are
 _SEEDS = {"manual_seed", "set_rng_state"}
 
 
 @functools.cache
 def impurity(cls: type[nn.Module], _: Any) -> str | None:
-    """Say what a class with this forward does beside computing, or reads beside its settings; None if nothing."""
+    """Say what a class with this forward does beside computing, or reads beside its settings; None if nothing.
+
+    Files of helpers may have objects that are constants to them; that of the class has what may be told something.
+    """
+    own_files = {base.__module__ for base in cls.__mro__}
     for function in _reached(cls):
         if written := written_globals(function.__code__):
             return f"it writes {written[0]} of its file"
-        for step in instructions(function.__code__):
-            name, loads = step.argval, step.opname.startswith("LOAD_")
-            if step.opname == "LOAD_GLOBAL" and not _is_constant(function.__globals__.get(name)):
-                return f"it reads {name} of its file, an object that may change"
-            if loads and name in _SEEDS:
-                return "it seeds what draws random numbers"
+        if not _SEEDS.isdisjoint(code_names(function.__code__)):
+            return "it seeds what draws random numbers"
+        for step in instructions(function.__code__) if function.__module__ in own_files else ():
+            if step.opname == "LOAD_GLOBAL" and not _is_constant(function.__globals__.get(step.argval)):
+                return f"it reads {step.argval} of its file, an object that may change"
     return None
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOME = (
     "tests/integration/benchmarking/test_benchmark_times.py",
     "tests/integration/test_kernels_as_functions.py",
-    "tests/linear/test_linear_functions.py",
+    "tests/linear/test_patch_embeddings.py",
     "tests/softnpu/test_counting.py",
 )
 
@@ -42,5 +42,5 @@ def test_tests_of_the_software_device_skip_on_a_card_and_the_others_run(run_pyth
     assert times["test_the_software_device_gives_no_times_whoever_asks"] == SAYS
     assert "test_the_spread_is_median_and_quartiles" in passed["test_benchmark_times"]
     assert COUNTS in skipped["test_kernels_as_functions"].values()  # in a process of its own
-    assert passed["test_linear_functions"]
-    assert COUNTS in skipped["test_linear_functions"].values()
+    assert passed["test_patch_embeddings"]
+    assert COUNTS in skipped["test_patch_embeddings"].values()

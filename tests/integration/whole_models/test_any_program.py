@@ -72,6 +72,7 @@ FOUND: list[tuple[str, list[tuple[Any, ...]]]] = [
     *((variant, [(act, 1) for act in acts]) for variant, acts in USUAL),
     *(("dense", [(act, 1)]) for act in SAVERS),
     ("dense", [("unregister", 1), ("train", 1)]),
+    ("pictures", [("change_the_forward_of_a_class", 1467), ("change_a_class", 0), ("change_an_activation", 84)]),
     *(("dense", [(copied, 1), ("unregister", 1), ("train", 1)]) for copied in COPIES),
     ("dense", [("save_and_load_by_pretrained_with_kernels", 1), ("unregister", 1), ("train", 1)]),
     ("dense", [("unregister", 1), ("register", 1), ("change_an_activation", 1), ("train", 1)]),

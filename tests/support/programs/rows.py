@@ -50,7 +50,7 @@ def assert_report_is_true(report: kernels_ext_npu.Report, side: Side, seed: int)
         module = side.model.get_submodule(row.module)
         place = module if row.function is None else vars(sys.modules[type(module).__module__])[row.function]
         if row.swapped and row.kind not in BY_NAME:
-            assert forward_binding.kernel_forward(place) is not None, row
+            assert forward_binding.our_forward(place) is not None, row
             if row.kind == NORMS.in_models and not ("Gated" in str(row.kernel) or parametrize.is_parametrized(module)):
                 norms.append((row, module))
         elif not row.swapped and row.function is None and not (row.reason or "").startswith((CHANGED, "served by")):
@@ -60,5 +60,5 @@ def assert_report_is_true(report: kernels_ext_npu.Report, side: Side, seed: int)
         weight = next(norm.parameters(), torch.ones(32, device="npu"))
         x = torch.ones(2, len(weight)).to(weight)
         with torch.no_grad():
-            launches = launched(lambda: forward_binding.kernel_forward(norm)(norm, x))
+            launches = launched(lambda: forward_binding.our_forward(norm)(norm, x))
         assert any(name.startswith("npu_") for name in launches), row

@@ -56,9 +56,9 @@ def recognise(module: nn.Module) -> Recognised | NotRecognised | None:
             finders = find_router, *block
         elif opaque:
             finders = find_gated_mlp, find_router, *block
-        impure = None if lists else impurity(type(module), type(module).forward)  # type: ignore[arg-type]  # blocks say it
+        impure = impurity(type(module), type(module).forward)  # type: ignore[arg-type]
         if impure is not None:
-            finders = ()
+            finders = block  # which says so of one that it is nearest to
         seen = [NotRecognised(impure)] if impure is not None else []
         try:
             with isolated():

@@ -50,9 +50,13 @@ def _reached(cls: type[nn.Module]) -> list[FunctionType]:
     found: list[FunctionType] = []
     waiting: list[Any] = [cls.forward]
     for value in waiting:  # grows while it runs
-        value = getattr(value, "fget", None) or getattr(value, "__func__", value)
-        written = inspect.unwrap(value) if callable(value) else value
-        for function in (value,) if written is value else (value, written):
+        if isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, (staticmethod, classmethod)):
+            value = value.__func__
+        if not isinstance(value, FunctionType):  # an object of a library may import that when it is asked
+            continue
+        for function in dict.fromkeys((value, inspect.unwrap(value))):
             if not isinstance(function, FunctionType) or (function.__module__ or "").startswith(_LIBRARIES):
                 continue
             found.append(function)

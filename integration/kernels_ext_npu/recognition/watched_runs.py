@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -31,6 +32,7 @@ _MADE = {"_to_copy", "to", "clone", "ones", "ones_like", "scalar_tensor", "lift_
 _KNOWN = frozenset(_ARITHMETIC | _SUMS | _ACTIVATIONS | _VIEWS | _PARTS | _MADE)
 _READS = {"_local_scalar_dense": "the host waits for a number in it"}
 _DEEDS = ("print", "open", "input")
+_running = threading.RLock()  # what is put in place of these goes out in turn
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 MAGNITUDES = (1e-2, 1.0, 1e2, 1e4)  # of numbers at which limits show
 _IN_FLOAT32 = 1e-5  # a sum of some hundred products, rounded to float32 inside
@@ -89,10 +91,33 @@ def isolated() -> Iterator[None]:
         torch.compiler.set_stance("force_eager"),
         autocast(False),
         warnings.catch_warnings(),
+        _without_deeds(),
     ):
         warnings.simplefilter("ignore")
         torch.default_generator.manual_seed(0)
         yield
+
+
+@contextmanager
+def _without_deeds() -> Iterator[None]:
+    """Refuse to print and to open files in this thread; others do so as ever, and wait where they run a forward."""
+    runner = threading.get_ident()
+
+    def refusing(deed: Callable) -> Callable:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != runner:
+                return deed(*args, **kwargs)
+            raise NotRecognisedError("it prints, or opens files")
+
+        return refuse
+
+    with _running:
+        own = {name: getattr(builtins, name) for name in _DEEDS}
+        vars(builtins).update({name: refusing(deed) for name, deed in own.items()})
+        try:
+            yield
+        finally:
+            vars(builtins).update(own)
 
 
 def _on_the_cpu() -> AbstractContextManager[Any]:
@@ -129,10 +154,6 @@ def stand_in(module: nn.Module, members: dict[str, Any]) -> nn.Module:
     return made
 
 
-def _refuse(*_: Any, **__: Any) -> None:
-    raise NotRecognisedError("it prints, or opens files")
-
-
 class Watched(TorchDispatchMode):
     """Refuses operators that no formula has: those that read numbers on the host, draw them, or write in place.
 
@@ -148,15 +169,6 @@ class Watched(TorchDispatchMode):
         self.autocast = False
         self.called: list[str] = []
         self.returned: tuple[Any, ...] | None = None
-
-    def __enter__(self) -> Watched:
-        self.builtins = {name: getattr(builtins, name) for name in _DEEDS}
-        vars(builtins).update(dict.fromkeys(_DEEDS, _refuse))
-        return super().__enter__()  # type: ignore[return-value]
-
-    def __exit__(self, *error: Any) -> None:
-        vars(builtins).update(self.builtins)
-        super().__exit__(*error)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, _, name = function._schema.name.partition("::")

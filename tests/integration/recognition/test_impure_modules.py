@@ -2,6 +2,7 @@
 
 import builtins
 import copy
+import threading
 
 import pytest
 import torch
@@ -109,3 +110,40 @@ def test_what_it_might_do_with_other_settings_stands_not_against_it(registered, 
         model.part.verbose = True
         model(torch.randn(2, WIDTH, device="npu"))
         assert "a norm" in capsys.readouterr().out
+
+
+def test_others_may_print_while_a_forward_is_tried(registered, capsys) -> None:
+    """What is refused is refused to the thread that runs it."""
+    ended = threading.Event()
+
+    class Waits(MetaNorm):
+        def forward(self, x):
+            if not ended.is_set():
+                threading.Thread(target=lambda: (print("from elsewhere"), ended.set())).start()
+                ended.wait(10)
+            return super().forward(x)
+
+    before = builtins.print
+    kernels_ext_npu.kernelize(Block(Waits()).to("npu"))
+    assert builtins.print is before
+    assert "from elsewhere" in capsys.readouterr().out
+
+
+class Importing:
+    """Stands for a library that is imported when it is asked for something."""
+
+    def __getattr__(self, name):
+        raise ImportError(name)
+
+
+LIBRARY = Importing()
+
+
+class AsksALibrary(MetaNorm):
+    def forward(self, x):
+        return LIBRARY.norm(x) if x.is_cuda else super().forward(x)
+
+
+def test_a_library_that_cannot_be_imported_is_not_asked(registered) -> None:
+    model = kernels_ext_npu.kernelize(Block(AsksALibrary()).to("npu"))
+    assert not any(swapped for _, swapped in said(model))

@@ -17,7 +17,7 @@ NEXT := transformers==5.24.0
 .PHONY: help demo test test-slow test-distributed test-next test-variants test-faults benchmark estimate lint build docs site publish release clean
 
 help:
-	@echo "make demo        run models with kernels and compare them with their originals [MODEL=/path/to/checkpoint]"
+	@echo "make demo        run models with kernels and compare them with their originals [MODEL=/path/to/checkpoint ARGS=--trust-remote-code]"
 	@echo "make test        before a change lands: the tests [ARGS=tests/integration/swaps/loss]"
 	@echo "make test-slow   before a release: all of them, with those on several devices and those that take minutes [ARGS=...]"
 	@echo "make test-distributed   after sharding, heads or linear layers changed: the tests on several devices, one by one"

@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -231,19 +231,20 @@ def _read(path: Path, trusts_code: bool) -> tuple[PreTrainedConfig, type[PreTrai
     try:
         source = file.parent if is_own else file  # what is named is looked for beside it
         config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=is_own)
-        return config, _own_class(own_classes, source) if is_own else None
+        return config, _own_class(own_classes, described.get("architectures") or (), source) if is_own else None
     except CannotInspectError:
         raise
     except Exception as error:  # whatever a configuration class makes of what is written there, and code of its own
         raise CannotInspectError(f"{file} is no valid configuration of a {model_type}: {first_line(error)}") from error
 
 
-def _own_class(named: Mapping[str, str], folder: Path) -> type[PreTrainedModel]:
-    """Return the class of a model that brings its own code, the whole model before its parts."""
-    for auto in sorted(named, key=lambda auto: auto == "AutoModel"):
-        if auto.startswith("AutoModel"):
-            return get_class_from_dynamic_module(named[auto], folder, local_files_only=True)
-    raise CannotInspectError(f"{folder / 'config.json'} names no class of a model in its auto_map")
+def _own_class(named: Mapping[str, str], architectures: Sequence[str], folder: Path) -> type[PreTrainedModel]:
+    """Return the class of a model that brings its own code: that of the checkpoint, or the whole model before parts."""
+    models = [auto for auto in named if auto.startswith("AutoModel")]
+    if not models:
+        raise CannotInspectError(f"{folder / 'config.json'} names no class of a model in its auto_map")
+    chosen = min(models, key=lambda auto: (named[auto].rpartition(".")[2] not in architectures, auto == "AutoModel"))
+    return get_class_from_dynamic_module(named[chosen], folder, local_files_only=True)
 
 
 def _cached(name: str) -> Path:

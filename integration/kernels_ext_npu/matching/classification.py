@@ -116,7 +116,7 @@ def classify_instance(module: nn.Module) -> Kind | None:
         return catalogue.NORMS
     if _ROUTING_NAMES.search(name) and hasattr(module, "top_k"):
         return catalogue.ROUTERS
-    if BLOCK_NAMES.search(name) and not type(module).__module__.startswith("transformers.") and _holds_experts(module):
+    if BLOCK_NAMES.search(name) and is_others(type(module)) and _holds_experts(module):
         return catalogue.EXPERTS
     return catalogue.MLPS if has_gated_projections(module) else None
 

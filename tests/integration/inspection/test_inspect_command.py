@@ -1,6 +1,7 @@
 """``kernels-ext-npu inspect`` as a stranger runs it."""
 
 import io
+import json
 import shutil
 import sys
 from functools import partial
@@ -68,6 +69,11 @@ def test_a_model_that_brings_its_code_is_counted_once_that_is_trusted(tmp_path: 
         assert [row["kernel"] for row in found["modules"] if row["path"] == "layers.1.feed"] == ["FusedSwiGLUMLP"]
         before, behind = (variant["step"]["launches"] for variant in found["variants"])
         assert 0 < behind < before
+    config = json.loads((folder / "config.json").read_text())
+    others = {"AutoModelForTokenClassification": "own_code.Layer", "AutoModel": "own_code.Feed"}
+    config["auto_map"] = others | config["auto_map"]  # in whatever order: what the checkpoint holds is built
+    (folder / "config.json").write_text(json.dumps(config))
+    assert subject.find(str(folder), trusts_code=True).model_class.__name__ == "KiteForCausalLM"
     (folder / "own_code.py").unlink()
     assert "is no valid configuration of a kite" in refusal("inspect", folder, "--trust-remote-code")
 

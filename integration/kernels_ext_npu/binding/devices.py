@@ -74,6 +74,11 @@ def computes_on(tensor: torch.Tensor) -> str:
     return accelerator.type if accelerator is not None else tensor.device.type
 
 
+def is_capturing() -> bool:
+    """Tell whether a graph is being captured on the NPU: nothing can be read then, nor kept for later."""
+    return torch.get_device_module("npu").is_current_stream_capturing()
+
+
 def _where(module: nn.Module) -> str | None:
     tensor: torch.Tensor | None = next(chain(module.parameters(), module.buffers()), None)
     if tensor is None:

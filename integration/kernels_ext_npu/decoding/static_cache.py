@@ -19,6 +19,7 @@ from transformers import cache_utils
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from kernels_ext_npu.binding import registration
+from kernels_ext_npu.binding.devices import is_capturing
 from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.syntax.source_tree import function_source
 
@@ -86,7 +87,7 @@ def _are_written(original: Callable, *states: Tensor) -> bool:
     if not all(each.device.type == "npu" and each.dtype in _WRITTEN for each in states):
         return False
     needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in states)
-    return not needs_gradient and (states[0].shape[-2] == 1 or not _is_captured())
+    return not needs_gradient and (states[0].shape[-2] == 1 or not is_capturing())
 
 
 def _write(length: Any, count: int, *written: tuple[Tensor, Tensor]) -> None:
@@ -100,7 +101,7 @@ def _write(length: Any, count: int, *written: tuple[Tensor, Tensor]) -> None:
         count: how many come.
         written: each cache ``[B, ..., S, D]``, with the states ``[B, ..., T, D]``.
     """
-    is_captured = _is_captured()
+    is_captured = is_capturing()
     for cache, states in written:
         if not states.numel():  # values that a model makes of its keys, such as Mistral Large 4's
             continue
@@ -111,10 +112,6 @@ def _write(length: Any, count: int, *written: tuple[Tensor, Tensor]) -> None:
         else:
             torch.ops.npu.scatter_update_(cache, length.expand(len(cache)), states, -2)
     length.add_(count)
-
-
-def _is_captured() -> bool:
-    return torch.get_device_module("npu").is_current_stream_capturing()
 
 
 @functools.cache

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import kernels_ext_npu
-import softnpu
 from tests.integration.recognition.blocks import Block, said
 from tests.integration.recognition.spellings.other_peoples_mlps import Helped, Projected
 from tests.integration.recognition.spellings.other_peoples_models import (
@@ -116,16 +115,6 @@ def test_attention_that_torch_computes_has_a_row_whatever_its_name(registered) -
     (row,) = [row for row in rows(model) if row.path == "mixer"]
     assert not row.swapped
     assert "torch's scaled_dot_product_attention, which torch_npu computes by its fused operator" in row.reason
-
-
-@pytest.mark.parametrize("is_boolean", [True, False])
-def test_the_fused_operator_takes_boolean_masks_alone(is_boolean: bool) -> None:
-    """As the row says, and the page on troubles: floats as a mask are added to all scores."""
-    x, mask = torch.randn(1, 2, 16, 32, device="npu"), torch.zeros(16, 16, device="npu")
-    softnpu.reset_counters()
-    F.scaled_dot_product_attention(x, x, x, attn_mask=mask >= 0 if is_boolean else mask)
-    assert softnpu.counters().get("npu_fusion_attention_v3", 0) == is_boolean
-    assert softnpu.counters().get("softmax", 0) == (not is_boolean)
 
 
 def of_jit(block: nn.Module) -> nn.Module:

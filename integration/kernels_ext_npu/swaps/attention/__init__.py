@@ -40,8 +40,8 @@ from kernels_ext_npu.transformers_internals import sdpa_drops_biases
 # op-plugin, ScaledDotProductAttentionKernelNpuOpApi.cpp
 BY_TORCH = Reason(
     "torch_npu",
-    "it calls torch's scaled_dot_product_attention, which torch_npu computes by its fused operator where the mask is "
-    "boolean, or there is none",
+    "it calls torch's scaled_dot_product_attention, which torch_npu computes by its fused operator where the mask "
+    "only masks",
 )
 LEARNED_BIAS = "it adds a learned bias to scores, which transformers' sdpa drops on NPUs"
 _DROPS_MASKS = "_attach_context_parallel_hooks"  # accelerate 1.15.0

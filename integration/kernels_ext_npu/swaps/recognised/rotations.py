@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.binding import registration
+from kernels_ext_npu.binding.devices import is_capturing
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_forward
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.recognition.function_settings import IN_PLACE
@@ -187,7 +188,7 @@ class _CosAndSin:
         tables = plan.form.tables(values)
         are_few = not torch.is_grad_enabled() and values[0].numel() < _FEW
         # a graph computes what was made in it alone; modes see operators, and those have to be the same each time
-        if torch._C._len_torch_dispatch_stack() or any(map(Tensor.is_inference, tables)) or _is_capturing():
+        if torch._C._len_torch_dispatch_stack() or any(map(Tensor.is_inference, tables)) or is_capturing():
             return None if are_few else ask(function, plan, values, dtype, make_question)
         bases = [_base(table) for table in tables]
         lie = [(id(b), t._version, t.storage_offset(), t.shape, t.stride()) for b, t in zip(bases, tables)]
@@ -216,7 +217,3 @@ def _base(value: Any) -> Any:
 
 
 _question = functools.lru_cache(maxsize=64)(make_question)
-
-
-def _is_capturing() -> bool:
-    return torch.get_device_module("npu").is_current_stream_capturing()

@@ -1,0 +1,194 @@
+"""torch's own attention on the NPU with a mask of floats, called as a function while kernels are registered."""
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels_ext_npu
+from tests.support import npu_counts
+from tests.support.nearness import assert_near
+
+FUSED = "npu_fusion_attention"
+LOWEST = torch.finfo(torch.float32).min
+# of float32 sums of some dozen products, relative to the norm of the result
+ROUNDING = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    """Kernels are registered, and no model has any."""
+    kernels_ext_npu.register()
+    yield
+    kernels_ext_npu.unregister()
+
+
+def tensors(heads: int = 4, queries: int = 6, keys: int = 6) -> list[Tensor]:
+    """Draw q, k and v of two sequences, ``[2, N, S, 16]``, on the CPU."""
+    torch.manual_seed(0)
+    return [torch.randn(2, heads, length, 16) for length in (queries, keys, keys)]
+
+
+def padded_causal(lowest: float = LOWEST, queries: int = 6, keys: int = 6) -> Tensor:
+    """The mask ``[2, 1, S_q, S_k]`` of causal sequences, the second of which ends with two tokens of padding."""
+    visible = torch.ones(2, 1, queries, keys, dtype=torch.bool).tril(keys - queries)
+    visible[1, :, :, -2:] = False
+    return torch.zeros(2, 1, queries, keys).masked_fill(~visible, lowest)
+
+
+def fused_launches() -> int:
+    """Count launches of the fused operator since the last reset."""
+    return sum(count for name, count in npu_counts.read().items() if name.startswith(FUSED) and "grad" not in name)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        padded_causal(),
+        padded_causal(float("-inf")),
+        padded_causal()[:, :, -1:],  # of keys alone, [2, 1, 1, S_k]
+        padded_causal()[0, 0],
+        padded_causal()[0].expand(4, -1, -1),  # by head
+        padded_causal().expand(-1, 4, -1, -1).contiguous(),
+    ],
+    ids=["lowest", "infinite", "of keys", "two dimensions", "three dimensions", "four heads"],
+)
+def test_a_mask_of_floats_is_computed_by_the_fused_operator(mask: Tensor) -> None:
+    inputs = tensors()
+    exact = [tensor.double().requires_grad_() for tensor in inputs]
+    expected = F.scaled_dot_product_attention(*exact, mask.double().clamp(min=LOWEST), scale=0.3)
+    expected.sum().backward()
+    ours = [tensor.to("npu").requires_grad_() for tensor in inputs]
+    npu_counts.reset()
+    found = F.scaled_dot_product_attention(*ours, mask.to("npu"), scale=0.3)
+    assert fused_launches() == 1
+    found.sum().backward()
+    assert_near(found, expected, ROUNDING)
+    for mine, theirs in zip(ours, exact):
+        assert_near(mine.grad, theirs.grad, 10 * ROUNDING)  # sums of more terms, which cancel in k
+
+
+@pytest.mark.parametrize("is_on", [False, True], ids=["float32", "autocast"])
+def test_the_host_waits_once_for_a_mask_that_all_layers_get(is_on: bool) -> None:
+    q, k, v = (tensor.to("npu") for tensor in tensors())
+    mask = padded_causal().to("npu")
+    npu_counts.reset()
+    with torch.autocast("npu", torch.bfloat16, enabled=is_on):
+        for _ in range(3):
+            F.scaled_dot_product_attention(q, k, v, mask)
+    assert fused_launches() == 3
+    assert npu_counts.read()["device_to_host_copies"] == 1
+
+
+def test_a_mask_that_is_changed_is_read_again() -> None:
+    q, k, v = tensors()
+    masks = padded_causal(), padded_causal().to("npu")
+    for change in (Tensor.clone, Tensor.zero_, lambda mask: mask[0, 0, 3].fill_(1.5), lambda mask: mask[0].zero_()):
+        results = []
+        for mask in masks:
+            change(mask)
+            results.append(F.scaled_dot_product_attention(*(t.to(mask.device) for t in (q, k, v)), mask))
+        assert_near(*reversed(results), ROUNDING)
+
+
+def biased(mask: Tensor) -> Tensor:
+    """Add a bias that depends on the key."""
+    return mask + torch.linspace(-1, 1, mask.shape[-1])
+
+
+def without_keys(mask: Tensor) -> Tensor:
+    """Mask out all keys of a query."""
+    mask = mask.clone()
+    mask[1, :, 0] = LOWEST
+    return mask
+
+
+@pytest.mark.parametrize(
+    "change", [biased, without_keys, lambda mask: mask.clamp(min=-1e4)], ids=["bias", "no key", "-1e4"]
+)
+def test_what_is_more_than_a_mask_stays_torchs(change: Callable[[Tensor], Tensor]) -> None:
+    q, k, v = tensors()
+    mask = change(padded_causal())
+    npu_counts.reset()
+    found = F.scaled_dot_product_attention(*(tensor.to("npu") for tensor in (q, k, v)), mask.to("npu"))
+    assert fused_launches() == 0
+    assert_near(found, F.scaled_dot_product_attention(q, k, v, mask), ROUNDING)
+
+
+def test_a_mask_that_learns_has_its_gradient() -> None:
+    q, k, v = tensors()
+    grads = []
+    for device in ("cpu", "npu"):
+        mask = padded_causal(-1e4).to(device).requires_grad_()
+        F.scaled_dot_product_attention(*(tensor.to(device) for tensor in (q, k, v)), mask).square().sum().backward()
+        grads.append(mask.grad)
+    assert_near(grads[1], grads[0], ROUNDING)
+
+
+def test_heads_of_keys_that_are_shared() -> None:
+    q, (k, v) = tensors(heads=4)[0], tensors(heads=2)[1:]
+    mask = padded_causal()
+    npu_counts.reset()
+    found = F.scaled_dot_product_attention(*(t.to("npu") for t in (q, k, v)), mask.to("npu"), enable_gqa=True)
+    assert fused_launches() == 1
+    assert_near(found, F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True), ROUNDING)
+
+
+def test_a_mask_of_another_size_raises_what_torch_raises() -> None:
+    q, k, v = (tensor.to("npu") for tensor in tensors())
+    with pytest.raises(RuntimeError, match="size"):
+        F.scaled_dot_product_attention(q, k, v, torch.zeros(2, 1, 5, 6, device="npu"))
+    with pytest.raises(RuntimeError, match="dtype"):
+        F.scaled_dot_product_attention(q, k, v, torch.zeros(2, 1, 6, 6, device="npu", dtype=torch.float16))
+
+
+@pytest.mark.parametrize("call", [{}, {"is_causal": True}, {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()}])
+def test_other_calls_are_as_without_kernels(call: dict) -> None:
+    q, k, v = (tensor.to("npu") for tensor in tensors())
+    call = {name: value.to("npu") if isinstance(value, Tensor) else value for name, value in call.items()}
+    results, counts = [], []
+    for _ in range(2):
+        npu_counts.reset()
+        results.append(F.scaled_dot_product_attention(q, k, v, **call))
+        counts.append(npu_counts.read())
+        kernels_ext_npu.unregister()
+    assert torch.equal(*results)
+    assert counts[0] == counts[1]
+
+
+def test_after_unregister_it_is_torchs_again() -> None:
+    q, k, v = (tensor.to("npu") for tensor in tensors())
+    kernels_ext_npu.unregister()
+    npu_counts.reset()
+    F.scaled_dot_product_attention(q, k, v, padded_causal().to("npu"))
+    assert fused_launches() == 0
+
+
+def test_it_is_left_alone_without_the_kernel_of_attention() -> None:
+    kernels_ext_npu.register(kernels=["RMSNorm"])
+    q, k, v = (tensor.to("npu") for tensor in tensors())
+    npu_counts.reset()
+    F.scaled_dot_product_attention(q, k, v, padded_causal().to("npu"))
+    assert fused_launches() == 0
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_call_computes_the_same(dynamic: bool) -> None:
+    attend = torch.compile(
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m) * 2, backend="aot_eager", dynamic=dynamic
+    )
+    for length in (6, 7):
+        q, k, v = tensors(queries=length, keys=length)
+        mask = padded_causal(queries=length, keys=length)
+        found = attend(*(tensor.to("npu") for tensor in (q, k, v, mask)))
+        assert_near(found, F.scaled_dot_product_attention(q, k, v, mask) * 2, ROUNDING)
+
+
+def test_nothing_is_said_when_kernels_are_registered() -> None:
+    kernels_ext_npu.unregister()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernels_ext_npu.register()

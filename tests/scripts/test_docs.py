@@ -1,6 +1,6 @@
 """The documents: what is generated in them is what the code gives now.
 
-The figures of twenty inspections take minutes, which `make test-slow` has. `make test` takes two of them anew.
+The figures of twenty inspections take minutes, which `make test-slow` has. `make test` takes one of them anew.
 """
 
 from functools import partial
@@ -61,6 +61,7 @@ def test_the_figures_of_a_model_are_those_of_its_inspection(monkeypatch: pytest.
     assert set(ratios.table("en").splitlines()) <= set(written("ratios", "en").splitlines())
 
 
+@pytest.mark.long
 @pinned_release_only
 def test_the_figures_of_a_rank_are_those_of_its_inspection() -> None:
     """Of one mesh, in its column of the table that has several."""

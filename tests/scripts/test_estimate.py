@@ -110,6 +110,7 @@ def test_a_report_of_a_card_becomes_rows(tmp_path: Path, monkeypatch: pytest.Mon
     }
 
 
+@pytest.mark.long
 @pinned_release_only
 def test_the_page_says_the_error(counted, rebuilt) -> None:
     page = (Path(__file__).parents[2] / "docs" / "estimates.md").read_text("utf-8")

@@ -312,7 +312,7 @@ def test_a_model_that_keeps_its_kernels_keeps_its_wrappers_when_its_mode_changes
         pytest.param("qwen3", "Qwen3Model", False, marks=pytest.mark.long),
         pytest.param("qwen3", "Qwen3DecoderLayer", False, marks=pytest.mark.long),
         ("qwen3", "Qwen3Attention", True),  # layers of one input
-        ("qwen3", "Linear", True),  # of peft
+        pytest.param("qwen3", "Linear", True, marks=pytest.mark.long),  # of peft
         ("qwen3_next", "Qwen3NextGatedDeltaNet", False),  # whose kernel takes heads that are not repeated
     ],
 )

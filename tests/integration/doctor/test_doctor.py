@@ -96,6 +96,7 @@ def test_a_dead_hub_is_a_problem_for_who_wants_the_kernels_from_there(doctor) ->
     assert report["register()"]["summary"].startswith("everything else works on the software device")
 
 
+@pytest.mark.long  # test_doctor_hub.py asks one in this process, and the test above loads kernels
 def test_the_kernels_of_a_hub_take_effect(doctor, localhub: LocalHub, tmp_path: Path, monkeypatch) -> None:
     localhub.trusted.add("kernels-ext-npu")
     publish(localhub, "card", variants="*")

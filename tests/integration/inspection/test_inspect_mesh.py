@@ -89,10 +89,10 @@ def test_the_estimate_has_the_collectives_of_tensor_parallelism_and_those_of_fsd
     ("ranks", "keys", "window", "neighbours"),
     [
         (4, KEYS // 2, None, 1),
-        (4, KEYS, 5, 1),
-        (4, KEYS, None, 4),
-        (8, KEYS, None, 4),
         (8, KEYS, 12, 4),
+        pytest.param(4, KEYS, 5, 1, marks=pytest.mark.long),
+        pytest.param(4, KEYS, None, 4, marks=pytest.mark.long),
+        pytest.param(8, KEYS, None, 4, marks=pytest.mark.long),
     ],
 )
 def test_rows_that_ranks_share_exchange_heads_of_neighbours_and_gather_keys_of_other_groups(

@@ -1,5 +1,8 @@
 """A block that holds a module somewhere in a model, and what a report says of it."""
 
+from collections.abc import Collection, Iterable
+
+import pytest
 import torch
 from torch import nn
 
@@ -27,6 +30,11 @@ def launched(call, operators: tuple[str, ...] = OPERATORS) -> int:
     softnpu.reset_counters()
     call()
     return sum(softnpu.counters().get(name, 0) for name in operators)
+
+
+def quickly(cases: Iterable, quick: Collection) -> list:
+    """Mark all cases but a few as long: each takes about a second."""
+    return [pytest.param(case, marks=() if case in quick else pytest.mark.long) for case in cases]
 
 
 def said(model: nn.Module) -> list[tuple[str | None, bool]]:

@@ -5,7 +5,7 @@ After a change the next call computes what the class does. A class that loops ov
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import MethodType
 
 import pytest
@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import kernels_ext_npu
-from tests.integration.recognition.blocks import launched
+from tests.integration.recognition.blocks import launched, quickly
 from tests.integration.recognition.router_blocks import OPERATORS, given, made, spread
 from tests.integration.recognition.spellings.other_peoples_moe_blocks import (
     EXPERTS,
@@ -34,21 +34,16 @@ from tests.integration.recognition.spellings.other_peoples_routers import (
     BestGroups,
     GroupPicker,
     Inferring,
-    LaterSoftmax,
     LightGate,
     NarrowGate,
 )
 from tests.integration.recognition.test_recognised_moe_blocks import counted, in_a_model, tensors
 from tests.support import npu_counts
 
-# the others wait for a long run: each takes seconds
+# the others wait for a long run
 QUICKLY = {(SortingBlock, True)}
-QUICK_CHANGES = {"how many", "an expert", "the forward of experts", "the activation of one expert", "the mode"}
-QUICK_ROUTERS = {GroupPicker, BestGroups, LaterSoftmax, NarrowGate}
-
-
-def quickly(cases: Iterable, quick: set) -> list:
-    return [pytest.param(case, marks=() if case in quick else pytest.mark.long) for case in cases]
+QUICK_CHANGES = {"how many", "the forward of experts", "the mode"}
+QUICK_ROUTERS = {GroupPicker, NarrowGate}
 
 
 def named(case: object) -> str:
@@ -197,7 +192,7 @@ ROUTER_CHANGES = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("change", ROUTER_CHANGES)
+@pytest.mark.parametrize("change", quickly(ROUTER_CHANGES, {"a configuration", "the dtype"}))
 def test_after_a_change_of_a_router_the_next_call_computes_what_its_class_does(change: str) -> None:
     cls, make = ROUTER_CHANGES[change]
     model, plain, _ = made(cls)

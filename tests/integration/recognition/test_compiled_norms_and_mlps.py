@@ -14,13 +14,12 @@ from torch.nn import functional as F
 
 import kernels_ext_npu
 from tests.integration.recognition import test_changed_settings
-from tests.integration.recognition.blocks import OPERATORS, Block, launched
+from tests.integration.recognition.blocks import OPERATORS, Block, launched, quickly
 from tests.integration.recognition.spellings import other_peoples_norms
 from tests.integration.recognition.spellings.other_peoples_layer_norms import (
     GATED_NORMS,
     Centred,
     GateFirst,
-    GeluByPower,
     OfHeads,
 )
 from tests.integration.recognition.spellings.other_peoples_longer_mlps import (
@@ -52,15 +51,22 @@ from tests.integration.recognition.spellings.other_peoples_norms import (
     NormOfConstants,
     OlmoNorm,
     PlainNorm,
-    ResidualNorm,
     TupleNorm,
 )
 from tests.integration.recognition.test_changed_settings import Constants, NormOfAClass, NormOfANamespace
 from tests.integration.recognition.test_recognised_norms_and_mlps import SERVED, TORCH_OPERATORS
 
-# the others wait for a long run: each takes most of a second
-QUICKLY = {MetaNorm, NormOfConstants, ResidualNorm, TupleNorm, Centred, GateFirst, GeluByPower, MetaMLP, ByConfig}
-QUICKLY |= {Packed, Dropping}
+# the others wait for a long run
+QUICKLY = {MetaNorm, TupleNorm, Centred, GateFirst, MetaMLP, Packed, Dropping}
+QUICK_CHANGES = {
+    "eps",
+    "a member of the class",
+    "what it looked for",
+    "what nobody reads",
+    "a parameter",
+    "the forward",
+}
+QUICK_CHANGES |= {"a constant", "what a configuration says", "an activation", "a function", "a projection"}
 # of two products the kernel computes no scaled unit in one launch
 WITHOUT_OPERATOR = "ScaledSwiGLUMLP"
 
@@ -72,10 +78,7 @@ def from_the_beginning(registered: None) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(
-    params=[pytest.param(cls, marks=() if cls in QUICKLY else pytest.mark.long) for cls in SERVED],
-    ids=lambda cls: cls.__name__,
-)
+@pytest.fixture(params=quickly(SERVED, QUICKLY), ids=lambda cls: cls.__name__)
 def served(request) -> tuple[nn.Module, nn.Module]:
     """Two blocks with kernels on the NPU, and their plain twins on the CPU, which drop nothing out."""
     torch.manual_seed(0)
@@ -171,7 +174,7 @@ CHANGES = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", quickly(CHANGES, QUICK_CHANGES))
 def test_after_a_change_the_next_call_computes_what_the_class_does(monkeypatch, change: str) -> None:
     cls, make = CHANGES[change]
     torch.manual_seed(0)
@@ -190,7 +193,9 @@ def test_after_a_change_the_next_call_computes_what_the_class_does(monkeypatch, 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("cls", [Dropping, DroppedInside, DroppingInTheEnd, Viewed, T5Dense])
+@pytest.mark.parametrize(
+    "cls", quickly([Dropping, DroppedInside, DroppingInTheEnd, Viewed, T5Dense], {Dropping, T5Dense})
+)
 def test_dropouts_follow_the_mode(cls: type[nn.Module]) -> None:
     model = kernels_ext_npu.kernelize(Block(cls()).to("npu")).eval()
     plain = kernels_ext_npu.restore(copy.deepcopy(model))

@@ -21,7 +21,7 @@ from kernels_ext_npu.binding.patches import Patches
 _NAME = "scaled_dot_product_attention"
 _REPOSITORY = "FlashAttention"
 _KEYS = ("AutocastPrivateUse1", "AutogradPrivateUse1", "PrivateUse1")  # autocast casts a mask anew at each call
-# a mask of floats -> its version when it was read, and which keys a query sees; None where it is a bias
+# what a mask of floats is a part of -> its version and the part that was read, and which keys a query sees by that
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -59,31 +59,36 @@ def _attend(
 def _as_boolean(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return which keys a query sees, in a shape that the operator takes; the mask itself where it adds to scores.
 
+    One that differs by head is taken for a bias: layers make it anew, and the host would wait in each.
+
     Args:
         mask: ``[..., N or 1, S_q or 1, S_k or 1]``.
         shape: ``[B, N, S_q, S_k]``.
     """
-    sizes = (*(1 for _ in shape[mask.dim() :]), *mask.shape)
-    is_known = len(sizes) == 4 and all(size in (1, whole) for size, whole in zip(sizes, shape))
-    visible = _visible(mask) if is_known else None
-    if visible is None:
+    if not 2 <= mask.dim() <= 4:
         return mask
-    return visible.view(sizes).expand(shape[0] if sizes[1] > 1 else -1, -1, *shape[2:])
+    of_all_heads = mask[..., :1, :, :] if mask.dim() > 2 and mask.stride(-3) == 0 else mask
+    sizes = (*(1 for _ in shape[mask.dim() :]), *of_all_heads.shape)
+    is_known = sizes[1] == 1 and all(size in (1, whole) for size, whole in zip(sizes, shape))
+    visible = _visible(of_all_heads) if is_known else None
+    return mask if visible is None else visible.view(sizes).expand(-1, -1, *shape[2:])
 
 
 def _visible(mask: Tensor) -> Tensor | None:
     """Return which keys a query sees by a mask. The host waits once for each, to learn whether it does only that.
 
-    A query that sees no key is torch's to compute: it weighs all keys alike where the mask is finite.
+    Layers that each take the same part of one are given the same. A query that sees no key is torch's to compute: it
+    weighs all keys alike where the mask is finite.
     """
     if type(mask) is not Tensor or mask.requires_grad or torch.compiler.is_compiling() or is_capturing():
         return None
-    version = None if mask.is_inference() else mask._version
-    found = _read.get(mask)
-    if version is not None and found is not None and found[0] == version:
+    whole = mask if mask._base is None else mask._base
+    part = None if mask.is_inference() else (mask._version, mask.shape, mask.stride(), mask.storage_offset())
+    found = _read.get(whole)
+    if part is not None and found is not None and found[0] == part:
         return found[1]
     visible = mask == 0
     is_masked_out = mask <= torch.finfo(mask.dtype).min / 2
     only_masks = bool((visible | is_masked_out).all() & visible.any(-1).all())
-    _read[mask] = version, visible if only_masks else None
+    _read[whole] = part, visible if only_masks else None
     return visible if only_masks else None

@@ -1,7 +1,8 @@
-"""Gives torch's own attention a boolean mask in place of one of floats that only masks, while kernels are registered.
+"""Computes torch's own ``scaled_dot_product_attention`` by the kernel, in any code, while kernels are registered.
 
-torch_npu computes ``F.scaled_dot_product_attention`` by its fused operator where the mask is boolean, or there is none
-(op-plugin, ScaledDotProductAttentionKernelNpuOpApi.cpp). For one of floats it holds all scores in memory.
+torch_npu calls the fused operator in a layout for which tensors that lie as ``[B, S, N, D]`` are copied, makes a
+causal mask anew at each call, inverts a mask that it is given, and holds all scores in memory for one of floats:
+op-plugin, ScaledDotProductAttentionKernelNpuOpApi.cpp.
 """
 
 from __future__ import annotations
@@ -20,75 +21,112 @@ from kernels_ext_npu.binding.patches import Patches
 
 _NAME = "scaled_dot_product_attention"
 _REPOSITORY = "FlashAttention"
-_KEYS = ("AutocastPrivateUse1", "AutogradPrivateUse1", "PrivateUse1")  # autocast casts a mask anew at each call
 # what a mask of floats is a part of -> its version and the part that was read, and which keys a query sees by that
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def install(patches: Patches) -> None:
-    """Look at the mask before each kernel of the operator, until `patches` are undone.
+    """Put ours in front of the operator's kernels until `patches` are undone.
 
-    Do nothing where the kernel of attention was left out, or torch does not give what a kernel replaces, as before 2.9.
+    Do nothing where the kernel was left out, or torch does not give what a kernel replaces, as before 2.9.
     """
     if not (registration.uses(_REPOSITORY) and hasattr(torch.library, "get_kernel")):
         return
     library = torch.library.Library("aten", "IMPL")
-    for key in _KEYS:
+    # autocast would cast a mask anew at each call
+    for key, ours in ("AutocastPrivateUse1", _cast), ("AutogradPrivateUse1", _attend), ("PrivateUse1", _attend):
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{_NAME}", key):
-            attend = torch.library.get_kernel(f"aten::{_NAME}", key).call_boxed
-            library.impl(_NAME, functools.partial(_attend, attend), key, with_keyset=True, allow_override=True)
+            torchs = torch.library.get_kernel(f"aten::{_NAME}", key).call_boxed
+            library.impl(_NAME, functools.partial(ours, torchs), key, with_keyset=True, allow_override=True)
     patches.at_the_end(library._destroy)
 
 
+def _cast(
+    torchs: Callable[..., Tensor],
+    keys: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    return torchs(keys, q, k, v, _as_boolean(mask, q, k), *args, **kwargs)
+
+
 def _attend(
-    attend: Callable[..., Tensor],
+    torchs: Callable[..., Tensor],
     keys: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None = None,
-    *args: Any,
-    **kwargs: Any,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
-    if mask is not None and mask.is_floating_point() and query.dim() == 4 and query.dtype != torch.float64:
-        is_taken = mask.dtype == query.dtype or torch.is_autocast_enabled("npu")  # which casts both alike
-        mask = _as_boolean(mask, (*query.shape[:3], key.shape[2])) if is_taken else mask
-    return attend(keys, query, key, value, mask, *args, **kwargs)
+    if mask is not None and mask.dtype == query.dtype:  # other floats torch refuses
+        mask = _as_boolean(mask, query, key)
+    given_mask = mask if mask is None else mask[(None,) * (4 - mask.dim())]
+    kernel = (
+        registration.try_package(_REPOSITORY) if _fits(query, key, value, given_mask, is_causal, enable_gqa) else None
+    )
+    if kernel is not None and kernel.ops.limits.is_fused(
+        query, key, value, kernel.attention_spec.AttentionSpec(1.0, dropout)
+    ):
+        given = query, key, value, given_mask, dropout, scale
+        return kernel.attention_forward(None, *given, is_causal=is_causal)[0].transpose(1, 2)
+    return torchs(keys, query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
-def _as_boolean(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return which keys a query sees, in a shape that the operator takes; the mask itself where it adds to scores.
+def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> bool:
+    """Tell whether the kernel takes such tensors, ``[B, N, S, D]``, and such a mask, and computes what torch does."""
+    tensors = (query, key, value) if mask is None else (query, key, value, mask)
+    if torch.compiler.is_compiling() or any(type(each) is not Tensor or each.dim() != 4 for each in tensors):
+        return False
+    batch, heads, queries, size = query.shape
+    keys = key.shape[2]
+    is_known = key.shape == (batch, key.shape[1], keys, size) and value.shape[:3] == key.shape[:3]
+    if not is_known or (heads != key.shape[1] and not enable_gqa):
+        return False
+    if mask is None:
+        return not is_causal or queries == keys  # otherwise torch's first query stands at the first key
+    allowed = ((1, batch), (1, heads), (1, queries), (keys,))
+    return mask.dtype is torch.bool and not is_causal and all(map(tuple.__contains__, allowed, mask.shape))
 
-    One that differs by head is taken for a bias: layers make it anew, and the host would wait in each.
 
-    Args:
-        mask: ``[..., N or 1, S_q or 1, S_k or 1]``.
-        shape: ``[B, N, S_q, S_k]``.
+def _as_boolean(mask: Any, query: Tensor, key: Tensor) -> Any:
+    """Return which keys a query sees, ``[B or 1, 1, S_q, S_k]``; a mask itself where it adds to scores.
+
+    One that differs by head is taken for a bias: layers make it anew, and the host would wait in each. So is one that
+    leaves a query no key: where it is finite, torch weighs all keys alike.
     """
-    if not 2 <= mask.dim() <= 4:
+    if not (type(mask) is Tensor and mask.is_floating_point() and query.dim() == 4 and 2 <= mask.dim() <= 4):
         return mask
-    of_all_heads = mask[..., :1, :, :] if mask.dim() > 2 and mask.stride(-3) == 0 else mask
-    sizes = (*(1 for _ in shape[mask.dim() :]), *of_all_heads.shape)
-    is_known = sizes[1] == 1 and all(size in (1, whole) for size, whole in zip(sizes, shape))
-    visible = _visible(of_all_heads) if is_known else None
-    return mask if visible is None else visible.view(sizes).expand(-1, -1, *shape[2:])
+    if mask.requires_grad or torch.compiler.is_compiling() or is_capturing():
+        return mask
+    part = mask[..., :1, :, :] if mask.dim() > 2 and mask.stride(-3) == 0 else mask
+    sizes, shape = (*(1 for _ in range(part.dim(), 4)), *part.shape), (len(query), 1, query.shape[2], key.shape[2])
+    if not all(size in (1, whole) for size, whole in zip(sizes, shape)):
+        return mask
+    visible = _visible(part, sizes, shape[2:])
+    return mask if visible is None else visible
 
 
-def _visible(mask: Tensor) -> Tensor | None:
-    """Return which keys a query sees by a mask. The host waits once for each, to learn whether it does only that.
+def _visible(mask: Tensor, sizes: tuple[int, ...], lengths: tuple[int, int]) -> Tensor | None:
+    """Return which keys a query sees by a mask of some sizes; None where it does more than that.
 
-    Layers that each take the same part of one are given the same. A query that sees no key is torch's to compute: it
-    weighs all keys alike where the mask is finite.
+    The host waits once for each, to learn whether it does. Layers that take the same part of one are given the same.
     """
-    if type(mask) is not Tensor or mask.requires_grad or torch.compiler.is_compiling() or is_capturing():
-        return None
     whole = mask if mask._base is None else mask._base
-    part = None if mask.is_inference() else (mask._version, mask.shape, mask.stride(), mask.storage_offset())
+    part = None if mask.is_inference() else (mask._version, mask.shape, mask.stride(), mask.storage_offset(), lengths)
     found = _read.get(whole)
     if part is not None and found is not None and found[0] == part:
         return found[1]
-    visible = mask == 0
-    is_masked_out = mask <= torch.finfo(mask.dtype).min / 2
-    only_masks = bool((visible | is_masked_out).all() & visible.any(-1).all())
-    _read[whole] = part, visible if only_masks else None
-    return visible if only_masks else None
+    is_zero, is_lowest = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
+    only_masks = bool((is_zero | is_lowest).all() & is_zero.any(-1).all())
+    visible = is_zero.view(sizes).expand(-1, -1, *lengths) if only_masks else None
+    _read[whole] = part, visible
+    return visible

@@ -1,4 +1,4 @@
-"""torch's own attention on the NPU with a mask of floats, called as a function while kernels are registered."""
+"""torch's own attention on the NPU, called as a function while kernels are registered."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -151,18 +151,43 @@ def test_a_mask_of_another_size_raises_what_torch_raises() -> None:
         F.scaled_dot_product_attention(q, k, v, torch.zeros(2, 1, 6, 6, device="npu", dtype=torch.float16))
 
 
+@pytest.mark.parametrize("lies_as", ["BNSD", "BSND"])
 @pytest.mark.parametrize("call", [{}, {"is_causal": True}, {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()}])
-def test_other_calls_are_as_without_kernels(call: dict) -> None:
-    q, k, v = (tensor.to("npu") for tensor in tensors())
+def test_other_calls_are_one_launch_and_no_copy(call: dict, lies_as: str) -> None:
+    """Behind it code joins the heads, for which the result is copied where q, k and v lie by head."""
+    inputs = tensors() if lies_as == "BNSD" else [t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors()]
+    expected = F.scaled_dot_product_attention(*inputs, **call).transpose(1, 2).flatten(2)
+    ours = [tensor.to("npu") for tensor in inputs]
     call = {name: value.to("npu") if isinstance(value, Tensor) else value for name, value in call.items()}
-    results, counts = [], []
-    for _ in range(2):
+    for _ in range(2):  # at the first one a mask is made, or inverted
         npu_counts.reset()
-        results.append(F.scaled_dot_product_attention(q, k, v, **call))
-        counts.append(npu_counts.read())
-        kernels_ext_npu.unregister()
-    assert torch.equal(*results)
-    assert counts[0] == counts[1]
+        found = F.scaled_dot_product_attention(*ours, **call).transpose(1, 2).flatten(2)
+        counts = npu_counts.read()
+        assert fused_launches() == 1
+        assert_near(found, expected, ROUNDING)
+    assert sum(counts.values()) == 1 + (lies_as == "BNSD")
+
+
+def test_a_causal_mask_of_fewer_queries_begins_at_the_first_key() -> None:
+    q, k, v = tensors(queries=3)
+    found = F.scaled_dot_product_attention(*(tensor.to("npu") for tensor in (q, k, v)), is_causal=True)
+    assert_near(found, F.scaled_dot_product_attention(q, k, v, is_causal=True), ROUNDING)
+
+
+def test_transforms_of_torch_func() -> None:
+    inputs = [torch.stack([tensor, 2 * tensor]) for tensor in tensors()]
+    attend = torch.func.vmap(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    assert_near(attend(*(tensor.to("npu") for tensor in inputs)), attend(*inputs), ROUNDING)
+
+
+def test_dropout_drops_weights_and_follows_the_seed() -> None:
+    q, k, v = (tensor.to("npu") for tensor in tensors())
+    results = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        results.append(F.scaled_dot_product_attention(q, k, v, padded_causal().to("npu"), dropout_p=0.5))
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
 
 
 def test_after_unregister_it_is_torchs_again() -> None:

@@ -13,7 +13,7 @@ from ..ops.reference import masked_out_by_band
 from .mask_description import MaskDescription
 from .mask_functions import MaskStructure
 
-# tensor -> its version when it was converted, and the result
+# what a mask is a part of -> its version and the part that was converted, and the result
 _inverted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _descriptions: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -66,17 +66,18 @@ def describe_padding(padding: Tensor, queries: int, keys: int, band: Band) -> Ma
 
 
 def _masked_out(mask: Tensor) -> Tensor | None:
-    """Return which keys a mask masks out; None where it is a bias. The result is remembered."""
-    if torch.compiler.is_compiling():
+    """Return which keys a mask masks out; None where it is a bias. The result is remembered.
+
+    Layers that each take the same part of one, as code of transformers 4 does, are given the same.
+    """
+    if torch.compiler.is_compiling() or mask.is_inference() or capturing():
         return _inverse(mask)
-    version = None if mask.is_inference() or capturing() else mask._version
-    found = _inverted.get(mask)
-    if version is not None and found is not None and found[0] == version:
-        return found[1]
-    masked_out = _inverse(mask)
-    if version is not None:
-        _inverted[mask] = version, masked_out
-    return masked_out
+    whole = mask if mask._base is None else mask._base
+    part = mask._version, mask.shape, mask.stride(), mask.storage_offset()
+    found = _inverted.get(whole)
+    if found is None or found[0] != part:
+        found = _inverted[whole] = part, _inverse(mask)
+    return found[1]
 
 
 def _inverse(mask: Tensor) -> Tensor | None:

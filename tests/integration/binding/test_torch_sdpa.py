@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels_ext_npu
+from tests.conftest import ROOT
 from tests.support import npu_counts
 from tests.support.nearness import assert_near
 
@@ -223,3 +224,26 @@ def test_nothing_is_said_when_kernels_are_registered() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kernels_ext_npu.register()
+
+
+def test_the_page_says_how_many_launches_it_is(subtests) -> None:
+    text = " ".join((ROOT / "docs" / "served.md").read_text().split())
+    words = {3: "three", 4: "four"}
+    cases = {"if it is causal": {"is_causal": True}, "with a boolean mask": {"attn_mask": padded_causal() == 0}}
+    cases["with one of floats"] = {"attn_mask": padded_causal()}
+    inputs = [tensor.transpose(1, 2).contiguous().to("npu") for tensor in tensors()]
+
+    def launches(call: dict) -> int:
+        npu_counts.reset()
+        F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in inputs), **call).transpose(1, 2).flatten(2)
+        return sum(npu_counts.read().values())
+
+    for name, call in cases.items():
+        with subtests.test(name):
+            on_npu = {key: value.to("npu") if isinstance(value, Tensor) else value for key, value in call.items()}
+            kernels_ext_npu.register()
+            assert [launches(on_npu) for _ in range(2)][-1] == 1
+            kernels_ext_npu.unregister()
+            count = launches(on_npu)
+            assert count in words or count > 10
+            assert f"{words.get(count, 'more than ten')} {name}" in text

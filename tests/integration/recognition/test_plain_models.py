@@ -114,7 +114,7 @@ def test_attention_that_torch_computes_has_a_row_whatever_its_name(registered) -
     model = kernels_ext_npu.kernelize(nn.ModuleDict({"mixer": Mixer(), "linear": nn.Linear(32, 32)}).to("npu"))
     (row,) = [row for row in rows(model) if row.path == "mixer"]
     assert not row.swapped
-    assert "torch's scaled_dot_product_attention, which torch_npu computes by its fused operator" in row.reason
+    assert "torch's scaled_dot_product_attention, which the kernel computes" in row.reason
 
 
 def of_jit(block: nn.Module) -> nn.Module:

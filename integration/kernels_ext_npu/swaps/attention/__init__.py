@@ -37,11 +37,9 @@ from kernels_ext_npu.swaps.attention.eligibility import FLEX
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 from kernels_ext_npu.transformers_internals import sdpa_drops_biases
 
-# op-plugin, ScaledDotProductAttentionKernelNpuOpApi.cpp
 BY_TORCH = Reason(
-    "torch_npu",
-    "it calls torch's scaled_dot_product_attention, which torch_npu computes by its fused operator where the mask "
-    "only masks",
+    "torch",
+    "it calls torch's scaled_dot_product_attention, which the kernel computes while kernels are registered",
 )
 LEARNED_BIAS = "it adds a learned bias to scores, which transformers' sdpa drops on NPUs"
 _DROPS_MASKS = "_attach_context_parallel_hooks"  # accelerate 1.15.0

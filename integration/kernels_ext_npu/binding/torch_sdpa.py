@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kernels_ext_npu.binding import registration
@@ -21,6 +22,7 @@ from kernels_ext_npu.binding.patches import Patches
 
 _NAME = "scaled_dot_product_attention"
 _REPOSITORY = "FlashAttention"
+_KINDS = (Tensor, FakeTensor)  # of tensors that lie on one device, or would
 # what a mask of floats is a part of -> its version and the part that was read, and which keys a query sees by that
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -84,7 +86,7 @@ def _attend(
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> bool:
     """Tell whether the kernel takes such tensors, ``[B, N, S, D]``, and such a mask, and computes what torch does."""
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
-    if torch.compiler.is_compiling() or any(type(each) is not Tensor or each.dim() != 4 for each in tensors):
+    if torch.compiler.is_compiling() or any(type(each) not in _KINDS or each.dim() != 4 for each in tensors):
         return False
     batch, heads, queries, size = query.shape
     keys = key.shape[2]

@@ -2,11 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels_ext_npu
 from tests.conftest import ROOT
@@ -217,6 +220,24 @@ def test_a_compiled_call_computes_the_same(dynamic: bool) -> None:
         mask = padded_causal(queries=length, keys=length)
         found = attend(*(tensor.to("npu") for tensor in (q, k, v, mask)))
         assert_near(found, F.scaled_dot_product_attention(q, k, v, mask) * 2, ROUNDING)
+
+
+def test_without_memory_it_launches_what_the_device_does() -> None:
+    """As `inspect` counts a model."""
+    called: list[str] = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Noting():
+        q, k, v = (torch.empty(2, 6, 4, 16, device="npu").transpose(1, 2) for _ in range(3))
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)  # which makes the mask of all that follow
+        called.clear()
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert not {"aten.ones.default", "aten.triu.default"} & {*called}
+    assert "npu.npu_fusion_attention_v3.default" in called
 
 
 def test_nothing_is_said_when_kernels_are_registered() -> None:

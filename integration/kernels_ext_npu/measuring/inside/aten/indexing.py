@@ -56,17 +56,14 @@ def _embedding_backward(call: Call) -> Iterable[Kernel]:
     dtype = torch.float32 if is_small else grad.dtype
     yield from cast(grad, dtype)
     yield from cast(indices, torch.int32)
-    is_cast, whole = result.dtype is not dtype, nbytes(result, dtype)
+    is_cast, whole, added = result.dtype is not dtype, nbytes(result, dtype), nbytes(grad, dtype)
+    moved = 2 * added + whole
     if width > 512 or result.shape[0] > 2**24:
         yield Kernel("Sort", 12 * rows, workspace=8 * rows)
         if call.cann >= (9, 0):
             yield Kernel("ZerosLike", whole)
-        written = 2 * nbytes(grad, dtype)  # rows that are added to are read and written
-        if call.cann < (9, 0):
-            written = nbytes(grad, dtype) + whole
-    else:
-        written = nbytes(grad, dtype) + whole
-    yield call.main("EmbeddingDenseGradV2", nbytes(grad, dtype) + 8 * rows + written, workspace=whole * is_cast)
+            moved = 3 * added  # rows that are added to are read and written
+    yield call.main("EmbeddingDenseGradV2", moved + 8 * rows, workspace=whole * is_cast)
     if is_cast:
         yield Kernel("Cast", whole + nbytes(result))
 
@@ -78,8 +75,7 @@ def _gather(call: Call) -> Iterable[Kernel]:
     dimension is not the last, tensor and places are transposed before it, and the result behind."""
     tensor, index, result = call.tensor("self"), call.tensor("index"), call.result
     dim = call.given["dim"] % max(1, tensor.dim())
-    others = [(tensor.shape[n], index.shape[n]) for n in range(tensor.dim()) if n != dim]
-    is_same = all(one == other for one, other in others)
+    is_same = all(tensor.shape[n] == index.shape[n] for n in range(tensor.dim()) if n != dim)
     is_transposed = dim != tensor.dim() - 1 and not is_same
     if is_transposed:
         yield Kernel("Transpose", 2 * nbytes(tensor), workspace=nbytes(tensor))
@@ -130,10 +126,6 @@ def _scatter(call: Call) -> Iterable[Kernel]:
         yield Kernel("Transpose", 2 * nbytes(result))
 
 
-def _indices(call: Call) -> list[Tensor]:
-    return [index for index in call.given["indices"] if index is not None]
-
-
 def _unmasked(index: Tensor | None) -> list[Tensor | None]:
     """Return what an index is to a kernel: of a mask, the numbers of its elements along each dimension."""
     if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -146,7 +138,7 @@ def _laid_out(call: Call) -> Iterable[Kernel]:
 
     op-plugin expands them, so that ``aclnnIndex`` lays them out; IndexCheck says what is out of range.
     """
-    indices = _indices(call)
+    indices = [index for index in call.given["indices"] if index is not None]
     shape = torch.broadcast_shapes(*(index.shape for index in indices))
     for index in indices:
         if index.shape != shape:

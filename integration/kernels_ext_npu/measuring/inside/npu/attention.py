@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels_ext_npu.measuring.inside.table import Call, Kernel, nbytes, one_kernel, row
+from kernels_ext_npu.measuring.products import packed_lengths
 
 _LONGEST_STRIDE = 65535  # of a position: MAX_STRIDE_S1, MAX_BSN_DIMS_SIZE
 _STATISTICS = 8 * 4  # bytes of a row's sum, of which eight copies in float32 are kept
@@ -195,22 +195,14 @@ def _paddings(given: dict[str, Any], shape: Shape, transposes: bool) -> tuple[in
 
 def _is_short(given: dict[str, Any]) -> bool:
     """Tell whether packed sequences are short, where their lengths are known."""
-    lengths = _lengths(given)
+    lengths = packed_lengths(given)
     return bool(lengths) and max(keys for _, keys in lengths) <= 1024 and sum(q for q, _ in lengths) < 160 * 1024
-
-
-def _lengths(given: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return the lengths of packed sequences, of queries and of keys; none where they are not known."""
-    ends = [given.get(f"actual_seq_{side}") for side in ("qlen", "kvlen")]
-    if not all(isinstance(each, list | tuple) and each for each in ends):
-        return []
-    return [(end - start, last - first) for (start, first), (end, last) in pairwise([(0, 0), *zip(*ends)])]
 
 
 def _pairs(given: dict[str, Any], shape: Shape) -> int:
     """Return how many pairs of a query and a key there are in all heads, seen or not."""
     if shape.layout == "TND":
-        lengths = _lengths(given) or [(shape.queries, shape.keys)]
+        lengths = packed_lengths(given) or [(shape.queries, shape.keys)]
         return shape.heads * sum(queries * keys for queries, keys in lengths)
     return given["query"].numel() // shape.width * shape.keys
 

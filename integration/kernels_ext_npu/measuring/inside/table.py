@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+HALF = (torch.float16, torch.bfloat16)
+
 
 @dataclass(frozen=True)
 class Kernel:

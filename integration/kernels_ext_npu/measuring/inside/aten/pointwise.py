@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels_ext_npu.measuring.inside.table import (
+    HALF,
     Call,
     Kernel,
     cast,
@@ -19,14 +20,11 @@ from kernels_ext_npu.measuring.inside.table import (
     written,
 )
 
-_HALF = (torch.float16, torch.bfloat16)
-_NARROW = (*_HALF, torch.float32)
-
 
 def _is_mixed(operands: list[Tensor]) -> bool:
     """Tell whether one of two operands is of 16 bits and the other one of float32."""
     dtypes = {operand.dtype for operand in operands}
-    return len(dtypes) == 2 and torch.float32 in dtypes and any(dtype in _HALF for dtype in dtypes)
+    return len(dtypes) == 2 and torch.float32 in dtypes and any(dtype in HALF for dtype in dtypes)
 
 
 @row("mul", source="ops-math math/mul/op_api/aclnn_mul.cpp 8.5.0:368-667 9.0.0:369-669 9.1.0:370-779; op-plugin Mul")
@@ -86,7 +84,7 @@ def _added(call: Call, kernel: str, axpy: tuple[torch.dtype, ...]) -> Iterable[K
     operands = call.operands("self", "other")
     dtype = _common_dtype(operands, call.given["other"])
     if call.given.get("alpha", 1) != 1:
-        if kernel == "Sub" and dtype in _HALF:
+        if kernel == "Sub" and dtype in HALF:
             dtype = torch.float32
         if dtype in axpy:
             kernel = "Axpy"
@@ -119,7 +117,7 @@ def _pow(call: Call) -> Iterable[Kernel]:
     if isinstance(exponent, Tensor):
         dtype = promoted(operands) if len(operands) == 2 else call.result.dtype
         return computed(call, "Pow", operands, dtype)
-    is_special = exponent in (0.5, 2, 3, -0.5, -1, -2) and operands[0].dtype in _NARROW
+    is_special = exponent in (0.5, 2, 3, -0.5, -1, -2) and operands[0].dtype in (*HALF, torch.float32)
     return computed(call, "Pows" if is_special else "Pow", operands, _common_dtype(operands, exponent))
 
 

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels_ext_npu.measuring.inside.strided import contiguous, view_copy
-from kernels_ext_npu.measuring.inside.table import Call, Kernel, always, cast, if_transposed, nbytes, row
-
-_HALF = (torch.float16, torch.bfloat16)
+from kernels_ext_npu.measuring.inside.table import HALF, Call, Kernel, always, cast, if_transposed, nbytes, row
 
 
 @row(
@@ -122,7 +120,7 @@ def _addmm(call: Call) -> Iterable[Kernel]:
 
 def _product_and_sum(call: Call, added: Tensor, left: Tensor, right: Tensor) -> Iterable[Kernel]:
     """Give the kernels of a product into the workspace, and of the sum; both in float32 where all is of 16 bits."""
-    result, is_half = call.result, left.dtype in _HALF
+    result, is_half = call.result, left.dtype in HALF
     dtype = torch.float32 if is_half else left.dtype
     yield from cast(added, dtype)
     written = nbytes(result, dtype)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from kernels_ext_npu.measuring.inside.table import Call, Kernel, cast, computed, nbytes, one_kernel, row, written
+from kernels_ext_npu.measuring.inside.table import HALF, Call, Kernel, cast, computed, nbytes, one_kernel, row, written
 
 
 def _reduced(call: Call, kernel: str, dtype: torch.dtype) -> Iterable[Kernel]:
@@ -115,9 +115,9 @@ def _softmax_backward(call: Call) -> Iterable[Kernel]:
 def _cumsum(call: Call) -> Iterable[Kernel]:
     """One Cumsum in the dtype of the result, to which the tensor is cast first: on the AI CPU for int64."""
     tensor, dtype = call.tensor("self"), call.result.dtype
-    narrow = (torch.float32, torch.float16, torch.bfloat16, torch.int32)
+    on_ai_cpu = dtype not in (torch.float32, *HALF, torch.int32)
     yield from cast(tensor, dtype)
-    yield from written(call, "Cumsum", nbytes(tensor, dtype), dtype, on_ai_cpu=dtype not in narrow)
+    yield from written(call, "Cumsum", nbytes(tensor, dtype), dtype, on_ai_cpu)
 
 
 @row("cumprod", source="ops-math math/cumprod/op_host/op_api/aclnn_cumprod.cpp 8.5.0, 9.0.0:90-131 9.1.0:90-138")

@@ -70,7 +70,7 @@ FACTS: dict[str, Callable[[Observations], dict[str, Any]]] = {  # that each find
 }
 
 
-def examine(source: str = "bundled") -> dict[str, Any]:
+def examine(source: str) -> dict[str, Any]:
     """Run all probes, and return what JSON has: whether this machine is healthy, and a dictionary for each check."""
     seen = observe(source)
     found = [finding for name in CHECKS for finding in _conclude(name, seen)]
@@ -91,13 +91,13 @@ def observe(source: str) -> Observations:
         if _is_usable(seen):
             dead = source == "hub" and seen.hub.failure is not None
             later["use"] = pool.submit(run, probes.swapped_and_compared, USE, source=None if dead else source)
-        autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
+        autoload = os.environ.get(python_and_torch.AUTOLOAD, "1") == "1"
         if autoload and seen.torch_works and seen.torch.failure and not seen.torch.hung:
             later["autoload"] = pool.submit(run, probes.imports, AUTOLOAD, _without_softnpu(), names=["torch"])
         for name, future in later.items():
             setattr(seen, name, future.result())
     if seen.use is None or not seen.use.passed(probes.TRANSFORMERS):
-        quiet = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # torch_npu is told by itself
+        quiet = os.environ | {python_and_torch.AUTOLOAD: "0"}  # torch_npu is told by itself
         seen.imports = run(probes.imports, TRANSFORMERS, quiet, names=["kernels", "transformers"])
     return seen
 

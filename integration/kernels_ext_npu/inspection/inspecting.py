@@ -68,7 +68,7 @@ class Inspection:
 
     subject: Subject  # what was inspected
     inputs: str  # what the model was given, in words
-    dtype: torch.dtype  # the dtype of the weights
+    dtype: str  # the dtype of the weights, such as bfloat16
     soc: Soc  # the chip of estimate and roofline
     mesh: Mesh  # the mesh of ranks, one of which was counted
     parameters: int  # the number of parameters
@@ -164,7 +164,8 @@ def inspect(
         raise CannotInspectError(f"{subject.name}: nothing could be counted. " + "; ".join(dict.fromkeys(remarks)))
     unknown = remark.unknown_products({name for each in counted for name in each.launches})
     remarks = [*dict.fromkeys(remarks), *unknown, *remark.not_read(counted)]
-    return Inspection(subject, described, dtype, soc, mesh, size, weights, report, kernel_sets, remarks, phases)
+    name = str(dtype).removeprefix("torch.")
+    return Inspection(subject, described, name, soc, mesh, size, weights, report, kernel_sets, remarks, phases)
 
 
 def whole(kernel_set: KernelSet, phases: Collection[str] = tuple(WHOLE)) -> Counts | None:

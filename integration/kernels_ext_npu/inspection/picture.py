@@ -95,7 +95,7 @@ def result(before: Counts, after: Counts) -> str:
 def _said(inspection: Inspection, pair: Sequence[Counts], update: Counts | None) -> str:
     """Say what was counted, how often the host waits, and what the optimizer adds."""
     waits = " → ".join(str(counts.waits) for counts in pair)
-    said = f"{inspection.inputs} in {str(inspection.dtype).removeprefix('torch.')}. The host waits {waits} times."
+    said = f"{inspection.inputs} in {inspection.dtype}. The host waits {waits} times."
     if update is not None:
         launches, moved, peak = (_number(measure(update)) for _, _, measure in _MEASURES[:3])
         said += (

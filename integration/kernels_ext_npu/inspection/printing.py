@@ -35,7 +35,7 @@ def show(inspection: Inspection, console: Console) -> None:
     ranks = "" if inspection.mesh == ONE else f", {inspection.mesh}"
     console.print(
         f"[bold]{inspection.subject.name}[/]: {inspection.subject.model_class.__name__}, "
-        f"{inspection.parameters / 1e9:.2f} billion parameters in {_dtype(inspection)}, {inspection.inputs}{ranks}",
+        f"{inspection.parameters / 1e9:.2f} billion parameters in {inspection.dtype}, {inspection.inputs}{ranks}",
         highlight=False,
     )
     for remark in inspection.remarks:
@@ -75,7 +75,7 @@ def as_json(inspection: Inspection) -> dict[str, Any]:
         "model": inspection.subject.name,
         "class": inspection.subject.model_class.__name__,
         "inputs": inspection.inputs,
-        "dtype": _dtype(inspection),
+        "dtype": inspection.dtype,
         "mesh": {"ranks": inspection.mesh.ranks} | asdict(inspection.mesh),
         "parameters": inspection.parameters,
         "weight_bytes": inspection.weights,
@@ -276,10 +276,6 @@ def _cells(counts: Counts | None) -> list[str]:
     launches, kernels, moved, waits, peak, *seconds = _figures(counts)
     times = (f"{1e3 * each:,.1f}" for each in seconds)
     return [f"{launches:,}", f"{kernels:,}", _gigabytes(moved), str(waits), _gigabytes(peak), *times]
-
-
-def _dtype(inspection: Inspection) -> str:
-    return str(inspection.dtype).removeprefix("torch.")
 
 
 def _gigabytes(size: float) -> str:

@@ -12,6 +12,7 @@ from unittest.mock import patch
 from torch import nn
 
 from kernels_ext_npu.inspection.counting.counts import Counts
+from kernels_ext_npu.inspection.counting.memory import parameter_count
 from kernels_ext_npu.measuring.products import is_unknown
 
 _WORTH_IT = 0.01  # the least share of all parameters that is told
@@ -64,11 +65,11 @@ def not_read(counted: Iterable[Counts]) -> list[str]:
 
 def _idle(model: nn.Module, called: set[nn.Module]) -> Iterator[str]:
     """Describe the outermost modules of which no part was called, nor of one in another layer."""
-    whole = _size(model)
+    whole = parameter_count(model)
     reached = {_anywhere(path) for path, module in model.named_modules() if module in called}
     waiting = list(model.named_children())
     for path, module in waiting:  # grows while it runs
-        size = _size(module)
+        size = parameter_count(module)
         if size < _WORTH_IT * whole:
             continue
         parts = [_anywhere(f"{path}.{name}".rstrip(".")) for name, _ in module.named_modules()]
@@ -80,7 +81,3 @@ def _idle(model: nn.Module, called: set[nn.Module]) -> Iterator[str]:
 
 def _anywhere(path: str) -> str:
     return re.sub(r"\b\d+\b", "*", path)
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -133,12 +133,17 @@ def _looked_at(given: dict[str, Any]) -> tuple[float, int, int]:
     width = query.shape[-1] if "D" in layout else query.shape[-1] // heads
     value_width = value.shape[-1] * width // key.shape[-1]  # key and value have equally many heads
     rows = query.numel() // (queries * heads * width)
-    lengths = [(queries, keys)]
-    ends = [given.get(f"actual_seq_{side}") for side in ("qlen", "kvlen")]
-    if "T" in layout and all(isinstance(each, list) for each in ends):
-        lengths = [(end - start, last - first) for (start, first), (end, last) in pairwise([(0, 0), *zip(*ends)])]
+    lengths = ("T" in layout and packed_lengths(given)) or [(queries, keys)]
     pairs = sum(visible(*each, given.get("sparse_mode") or 0, *_band(given)) for each in lengths)
     return rows * heads * pairs, width + (0 if rotated is None else rotated.shape[-1]), value_width
+
+
+def packed_lengths(given: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return the lengths of packed sequences, of queries and of keys; none where they are not known."""
+    ends = [given.get(f"actual_seq_{side}") for side in ("qlen", "kvlen")]
+    if not all(isinstance(each, list | tuple) and each for each in ends):
+        return []
+    return [(end - start, last - first) for (start, first), (end, last) in pairwise([(0, 0), *zip(*ends)])]
 
 
 def _band(given: dict[str, Any]) -> tuple[int, int]:

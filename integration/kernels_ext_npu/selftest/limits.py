@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_npu import npu
 
 from kernels_ext_npu.selftest import comparing
 from kernels_ext_npu.selftest.functions.attention import packed
 from kernels_ext_npu.selftest.functions.norms import EPS, quick_gelu, rms_norm
 from kernels_ext_npu.selftest.functions.rotary import rotated
-from kernels_ext_npu.selftest.operator_call import DTYPE, NEVER, OLDEST, OperatorCall, Pair, draw
+from kernels_ext_npu.selftest.operator_call import DTYPE, NEVER, OLDEST, OperatorCall, Pair, draw, launched
 
 
 def _tables(*shape: int) -> tuple[Tensor, Tensor]:
@@ -81,14 +80,7 @@ def _normed(dtype: torch.dtype) -> Pair:
 def _fast_gelu(captured: bool) -> Pair:
     x = draw(4, 64)
     given = x.to("npu")
-    if captured:
-        graph = npu.NPUGraph()
-        with npu.graph(graph):
-            found = torch.ops.npu.npu_fast_gelu(given)
-        graph.replay()
-    else:
-        found = torch.ops.npu.npu_fast_gelu(given)
-    return [found], [quick_gelu(x.double())]
+    return [launched(lambda: torch.ops.npu.npu_fast_gelu(given), captured)], [quick_gelu(x.double())]
 
 
 def _packed(size: int, before: int, ends_on: str = "host", trains: bool = True) -> Pair:

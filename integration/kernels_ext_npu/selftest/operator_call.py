@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch_npu import npu
 
 from kernels_ext_npu.machine.cann_releases import Release, parse_release
 from kernels_ext_npu.selftest import comparing
@@ -47,6 +49,28 @@ class OperatorCall:
             return {"agrees": True, "refused": "left unwritten, as the sources of this CANN say"}
         how = "rightly" if is_right else "wrongly"
         return answer | {"agrees": False, "error": f"computed, {how}, where the sources of this CANN {says}"}
+
+
+def launched(call: Callable[[], Tensor], captured: bool) -> Tensor:
+    """Return what a call gives: launched at once, or captured in a graph that is replayed then."""
+    if not captured:
+        return call()
+    graph = npu.NPUGraph()
+    with npu.graph(graph):
+        result = call()
+    graph.replay()
+    return result
+
+
+@contextmanager
+def deterministic(asked: bool) -> Iterator[None]:
+    """Ask for deterministic algorithms, or for none, within the context."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(asked)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _release() -> Release:

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from torch_npu import npu
 
 from kernels_ext_npu.selftest.functions.attention import attention, packed
-from kernels_ext_npu.selftest.operator_call import NEVER, OperatorCall, Pair, draw
+from kernels_ext_npu.selftest.operator_call import NEVER, OperatorCall, Pair, deterministic, draw, launched
 
 BF16, F32 = torch.bfloat16, torch.float32
 
 
-def _sink_gradient(layout: str, dtype: torch.dtype = BF16, deterministic: bool = False) -> Pair:
+def _sink_gradient(layout: str, dtype: torch.dtype = BF16, is_deterministic: bool = False) -> Pair:
     """Return the gradient of the sinks of two heads of 64, of seven tokens: two sequences in the layout TND."""
     shape = {"TND": (7, 2, 64), "BNSD": (1, 2, 7, 64), "BSND": (1, 7, 2, 64)}[layout]
     q, k, v, grad = (draw(*shape, seed=seed, dtype=dtype) for seed in range(4))
@@ -29,12 +29,8 @@ def _sink_gradient(layout: str, dtype: torch.dtype = BF16, deterministic: bool =
     out = torch.ops.npu.npu_fusion_attention(
         *given[:3], 2, layout, None, None, mask, scale, 1.0, 2147483647, 0, 0, None, ends, ends, 3, sink=given[3]
     )[0]
-    asked = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(deterministic)
-    try:
+    with deterministic(is_deterministic):
         out.backward(grad.to("npu"))
-    finally:
-        torch.use_deterministic_algorithms(asked)
     exact_sink = sink.double().requires_grad_()
     q, k, v, grad = (tensor.double() for tensor in (q, k, v, grad))
     if layout == "BNSD":
@@ -109,14 +105,7 @@ def _into_cache(operator: str, captured: bool = False) -> Pair:
 def _summed_up(captured: bool) -> Pair:
     numbers = torch.arange(300)
     given = numbers.to("npu")
-    if captured:
-        graph = npu.NPUGraph()
-        with npu.graph(graph):
-            found = given.cumsum(0)
-        graph.replay()
-    else:
-        found = given.cumsum(0)
-    return [found.float()], [numbers.cumsum(0).double()]
+    return [launched(lambda: given.cumsum(0), captured).float()], [numbers.cumsum(0).double()]
 
 
 def _head() -> Pair:
@@ -143,10 +132,8 @@ def _depthwise() -> Pair:
 def _captured_attention() -> Pair:
     parts = [draw(1, 2, 9, 64, seed=seed) for seed in range(3)]
     q, k, v = (part.to("npu") for part in parts)
-    graph = npu.NPUGraph()
-    with npu.graph(graph):
-        out = torch.ops.npu.npu_fusion_attention(q, k, v, 2, "BNSD", None, None, None, 0.125)[0]
-    graph.replay()
+    attend = torch.ops.npu.npu_fusion_attention
+    out = launched(lambda: attend(q, k, v, 2, "BNSD", None, None, None, 0.125)[0], captured=True)
     q, k, v = (part.double().transpose(1, 2) for part in parts)
     return [out], [attention(q, k, v, 0.125).transpose(1, 2)]
 
@@ -154,12 +141,8 @@ def _captured_attention() -> Pair:
 def _same_sums_twice() -> Pair:
     """Add 4,096 rows up in 16 places twice, under determinism: whether both sums are the same, bit for bit."""
     rows, places = draw(4096, 64, dtype=F32).to("npu"), (torch.arange(4096) % 16).to("npu")
-    asked = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic(True):
         one, other = (torch.zeros(16, 64, device="npu").index_add_(0, places, rows) for _ in range(2))
-    finally:
-        torch.use_deterministic_algorithms(asked)
     return [(one == other).float()], [torch.ones(16, 64, dtype=torch.float64)]
 
 
@@ -190,7 +173,7 @@ OPERATORS = (
     *(
         OperatorCall(
             f"gradient of a sink, {layout}, deterministic",
-            partial(_sink_gradient, layout, deterministic=True),
+            partial(_sink_gradient, layout, is_deterministic=True),
             (8, 5),
             BF16,
             unwritten_since=unwritten,

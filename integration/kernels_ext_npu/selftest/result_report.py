@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from rich import box
@@ -20,7 +21,9 @@ _HEADINGS = ("tests", "forward", "backward", "peak MB", "host waits", "agree")
 def to_text(outcome: Outcome) -> str:
     """Return every figure as JSON, a result a line, with nothing that tells whose machine it was."""
     head = {"machine": outcome.machine, "quick": outcome.quick, "agrees": outcome.agrees}
-    return report_text(head, [{key: _finite(value) for key, value in row.items()} for row in outcome.results])
+    # JSON has no infinity, which is the difference of what is no number
+    rows = [{key: "inf" if value == math.inf else value for key, value in row.items()} for row in outcome.results]
+    return report_text(head, rows)
 
 
 def show(console: Console, outcome: Outcome) -> None:
@@ -82,8 +85,3 @@ def _verdict(outcome: Outcome) -> RenderableType:
     agrees = f"all {len(outcome.ids)} agree" if not count else f"{count} of {len(outcome.ids)} do not agree"
     lines.append(Text(f"On {device}: {agrees}.", style="bold green" if not count else "bold red"))
     return Group(*lines)
-
-
-def _finite(value: Any) -> Any:
-    """Return what JSON can hold: a difference that is no number is a word."""
-    return str(value) if isinstance(value, float) and value in (float("inf"), float("-inf")) else value

@@ -1,12 +1,14 @@
 """``inspect --lora --nf4``: what adapters on weights in four bits cost, by count."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from kernels_ext_npu.inspection import inspecting, printing, subject
 from kernels_ext_npu.measuring.roofline import SOCS
-from tests.integration.inspection.test_inspect_command import refusal
+from tests.integration.inspection.test_inspect_command import SIZES, refusal
 from tests.support import zoo
 
 VALUES = 2 * (64 * (4 + 2 + 2) * 16 + 4 * 16 * 64 + 3 * 64 * 128)  # of the linear layers of two layers of the model
@@ -44,6 +46,15 @@ def test_making_weights_moves_bytes_that_are_bounded(counted: dict[bool, dict]) 
     """They are made in the forward, and again when it is computed again, for the backward as well."""
     plain, made = (counted[nf4]["variants"][-1]["step"]["bytes"] for nf4 in (False, True))
     assert (made - plain) / (2 * VALUES) <= 24  # bytes a value; 22.5 of test_bitsandbytes_operators.py, and scales
+
+
+def test_parts_that_do_not_run_have_as_many_parameters_in_four_bits(tmp_path: Path) -> None:
+    vision = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "depth": 3, "out_hidden_size": 64}
+    text = SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+    AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision).save_pretrained(tmp_path)
+    count = partial(inspecting.inspect, subject.find(str(tmp_path)), SOCS["910b3"], tokens=32, lora=4)
+    (plain,), (packed,) = ([each for each in count(nf4=nf4).remarks if "reach" in each] for nf4 in (False, True))
+    assert packed == plain
 
 
 def test_four_bits_are_not_trained() -> None:

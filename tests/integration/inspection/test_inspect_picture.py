@@ -4,7 +4,6 @@ from collections import Counter
 from itertools import combinations
 
 import pytest
-import torch
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
@@ -39,7 +38,7 @@ def inspection(with_update: bool = False, with_step: bool = True) -> Inspection:
                 )
     subject = Subject("tiny", AutoConfig.for_model("qwen3"), Qwen3ForCausalLM, [])
     mesh, soc = ONE, SOCS["910b3"]
-    return Inspection(subject, "1 × 8 tokens", torch.bfloat16, soc, mesh, 1, 2, Report([]), kernel_sets, [])
+    return Inspection(subject, "1 × 8 tokens", "bfloat16", soc, mesh, 1, 2, Report([]), kernel_sets, [])
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["step", "whole step"])

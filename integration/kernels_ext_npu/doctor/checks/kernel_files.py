@@ -121,6 +121,5 @@ def _failed(seen: Observations) -> Finding:
     return replace(outcome.problem(str(outcome.cause)), verdict=verdict)
 
 
-def _first(lines: list[str], count: int = 4) -> tuple[str, ...]:
-    more = (f"and {len(lines) - count} more",) if len(lines) > count else ()
-    return (*lines[:count], *more)
+def _first(lines: list[str]) -> tuple[str, ...]:
+    return (*lines[:4], *[f"and {len(lines) - 4} more"] * (len(lines) > 4))

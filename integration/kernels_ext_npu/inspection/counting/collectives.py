@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
 
+from kernels_ext_npu.measuring.products import arguments, operator_name
+
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _NO_MESSAGE = ("wait_tensor", "barrier", "monitored_barrier_")
 _NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "recv")  # functions of torch.distributed
@@ -30,7 +32,7 @@ def collective_name(operator: torch._ops.OpOverload) -> str | None:
 
     Each family, and each overload, spells it in its own way.
     """
-    name = operator._schema.name.partition("::")[2]
+    name = operator_name(operator)
     plain = name.replace("_", "")
     known = next((each for each in _NAMES if each.replace("_", "") in plain), name.rstrip("_"))
     return None if name in _NO_MESSAGE else known
@@ -38,7 +40,7 @@ def collective_name(operator: torch._ops.OpOverload) -> str | None:
 
 def clones(operator: torch._ops.OpOverload) -> bool:
     """Tell whether the device copies before: what is done in place is done on a copy."""
-    return operator.namespace != "c10d" and operator._schema.name.partition("::")[2] in _CLONING
+    return operator.namespace != "c10d" and operator_name(operator) in _CLONING
 
 
 def axis(operator: str, served: Sequence[str]) -> str:
@@ -52,7 +54,7 @@ def axis(operator: str, served: Sequence[str]) -> str:
 
 def group(operator: torch._ops.OpOverload, args: tuple, kwargs: dict) -> ProcessGroup:
     """Return the process group that an operator is called with, or with the name of."""
-    given = dict(zip((argument.name for argument in operator._schema.arguments), args)) | kwargs
+    given = arguments(operator, args, kwargs)
     value: Any = given.get("process_group", given.get("group_name"))
     if isinstance(value, str):
         return _resolve_process_group(value)  # type: ignore[arg-type]

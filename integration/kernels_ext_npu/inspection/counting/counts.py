@@ -9,11 +9,6 @@ from typing import NamedTuple
 
 from kernels_ext_npu.measuring.estimate import Estimate, estimate
 
-_COUNTED = (
-    "launches", "kernels", "bytes", "not_read", "flops", "seconds", "product_seconds", "work", "on_ai_cpu", "calls",
-    "messages"
-)  # fmt: skip
-
 
 class Collective(NamedTuple):
     """A collective operator over the ranks of an axis of the mesh."""
@@ -69,10 +64,11 @@ class Counts:
 
     def add(self, other: Counts, times: int = 1) -> None:
         """Add what another computation costs, so many times."""
-        for name in _COUNTED:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            for key, count in theirs.items():
-                mine[key] += times * count
+        for name, theirs in vars(other).items():
+            if isinstance(theirs, dict):
+                mine = getattr(self, name)
+                for key, count in theirs.items():
+                    mine[key] += times * count
         self.waits += times * other.waits
         self.copies_in += times * other.copies_in
         self.peak += times * other.peak

@@ -116,7 +116,8 @@ class KnownValues:
         out = kwargs.get("out")
         if operator.namespace != "aten" or not isinstance(out, FakeTensor):
             return operator(*args, **kwargs)
-        call = f"{operator} {tree_map_only(Tensor, _layout, (args, kwargs))}"
+        layouts = tree_map_only(Tensor, lambda t: (t.shape, t.stride(), t.dtype, t.device), (args, kwargs))
+        call = f"{operator} {layouts}"
         if call not in self._written:
             operator(*args, **kwargs)
             self._written.add(call)
@@ -205,10 +206,6 @@ class KnownValues:
         storage = self._values[fake].untyped_storage().data_ptr()
         for other in [k for k, v in self._values.items() if v.untyped_storage().data_ptr() == storage]:
             del self._values[other]
-
-
-def _layout(tensor: Tensor) -> tuple:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _sizing(operator: OpOverload, name: str, args: tuple) -> Any:

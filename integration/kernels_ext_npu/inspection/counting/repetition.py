@@ -99,7 +99,7 @@ def find_kinds(model: PreTrainedModel) -> list[Kind]:
 
 
 @contextmanager
-def few(kinds: list[Kind], one_more: Kind | None = None) -> Iterator[None]:
+def few(kinds: list[Kind], one_more: Kind | None) -> Iterator[None]:
     """Run the first and the last layer of each kind only, and of one kind the second one too."""
     hooks, left_out = [], []
     for kind in kinds:

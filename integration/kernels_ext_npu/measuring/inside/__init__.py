@@ -8,23 +8,7 @@ from typing import Any
 from torch._ops import OpOverload
 
 from kernels_ext_npu.measuring.distance import tensors
-from kernels_ext_npu.measuring.inside import (  # noqa: F401  their rows
-    activations,
-    attention,
-    comparisons,
-    convolutions,
-    copies,
-    creation,
-    experts,
-    indexing,
-    lists,
-    losses,
-    norms,
-    pointwise,
-    products,
-    reductions,
-    updates,
-)
+from kernels_ext_npu.measuring.inside import aten, npu  # noqa: F401  their rows
 from kernels_ext_npu.measuring.inside.strided import contiguous, view_copy
 from kernels_ext_npu.measuring.inside.table import ROWS, Call, Kernel, Row
 from kernels_ext_npu.measuring.products import arguments, operator_name

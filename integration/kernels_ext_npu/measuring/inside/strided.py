@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ def contiguous(operand: Tensor) -> Iterable[Kernel]:
     taken = operand.element_size()  # bytes of what lies there, without what is expanded
     for size, _ in steps:
         taken *= size
-    is_sliced, is_permuted = not _is_dense(sorted(steps, key=_stride, reverse=True)), _is_permuted(steps)
+    is_sliced = not _is_dense(steps)
+    is_permuted = any(before < after for (_, before), (_, after) in pairwise(steps))
     if is_sliced and is_permuted and not (operand.stride(-1) == 1 and operand.shape[-1] % _ALIGNED == 0):
         yield Kernel("Slice", 2 * taken, workspace=taken)
         yield Kernel("Transpose", 2 * taken, workspace=taken)
@@ -48,27 +50,19 @@ def view_copy(result: Tensor) -> Kernel:
     ``IsAiCoreSupport`` of ops-math, conversion/view_copy/op_api/view_copy.cpp 9.1.0:130-177, the same in 8.5.0.
     """
     steps = [(size, stride) for size, stride in zip(result.shape, result.stride()) if size > 1]
-    if all(stride for _, stride in steps) and _is_dense(sorted(steps, key=_stride, reverse=True)):
+    if all(stride for _, stride in steps) and _is_dense(steps):
         return Kernel("Transpose", 2 * nbytes(result))
     return Kernel("ViewCopy", 2 * nbytes(result), on_ai_cpu=not _is_ai_core(result))
 
 
-def _stride(step: tuple[int, int]) -> int:
-    return step[1]
-
-
 def _is_dense(steps: list[tuple[int, int]]) -> bool:
-    """Tell whether dimensions, the widest first, lie without gaps."""
+    """Tell whether dimensions lie without gaps, in whatever order."""
     expected = 1
-    for size, stride in reversed(steps):
+    for size, stride in sorted(steps, key=itemgetter(1)):
         if stride != expected:
             return False
         expected *= size
     return True
-
-
-def _is_permuted(steps: list[tuple[int, int]]) -> bool:
-    return any(before < after for (_, before), (_, after) in pairwise(steps))
 
 
 def _is_ai_core(result: Tensor) -> bool:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
+
+HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,11 @@ class Call:
     def tensor(self, *names: str) -> Tensor:
         """Return the first of some arguments that the operator has and that is a tensor."""
         return next(value for name in names if isinstance(value := self.given.get(name), Tensor))
+
+    def operands(self, *names: str) -> list[Tensor]:
+        """Return the operands on the device: op-plugin hands numbers over as numbers, tensors on the host too."""
+        given = (self.given.get(name) for name in names)
+        return [value for value in given if isinstance(value, Tensor) and value.device.type != "cpu"]
 
     def main(self, name: str, moved: int | None = None, workspace: int = 0, on_ai_cpu: bool = False) -> Kernel:
         """Return the kernel that computes. It moves what goes in and out, unless a number is given."""
@@ -136,7 +144,33 @@ def nbytes(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
     return tensor.numel() * (dtype or tensor.dtype).itemsize
 
 
+def promoted(operands: Iterable[Tensor]) -> torch.dtype:
+    """Return the dtype to which tensors promote."""
+    return reduce(torch.promote_types, (operand.dtype for operand in operands))
+
+
 def cast(tensor: Tensor, dtype: torch.dtype) -> Iterable[Kernel]:
     """Give the kernel that casts a tensor into the workspace; none where it has the dtype already."""
     if tensor.dtype is not dtype:
         yield Kernel("Cast", nbytes(tensor) + nbytes(tensor, dtype), workspace=nbytes(tensor, dtype))
+
+
+def computed(
+    call: Call, kernel: str, operands: list[Tensor], dtype: torch.dtype, gives: torch.dtype | None = None
+) -> Iterable[Kernel]:
+    """Give the kernels of an operator that casts its operands to a dtype, computes, and casts to that of its result.
+
+    ``gives`` is the dtype of what the kernel writes, where it is another one: comparisons write booleans.
+    """
+    for operand in operands:
+        yield from cast(operand, dtype)
+    yield from written(call, kernel, sum(nbytes(operand, dtype) for operand in operands), gives or dtype)
+
+
+def written(call: Call, kernel: str, read: int, dtype: torch.dtype, on_ai_cpu: bool = False) -> Iterable[Kernel]:
+    """Give the kernel that reads so many bytes and writes the result in a dtype, and the cast to that of the result."""
+    result, size = call.result, nbytes(call.result, dtype)
+    is_cast = result.dtype is not dtype
+    yield call.main(kernel, read + size, workspace=size * is_cast, on_ai_cpu=on_ai_cpu)
+    if is_cast:
+        yield Kernel("Cast", size + nbytes(result))

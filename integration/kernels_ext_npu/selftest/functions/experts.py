@@ -62,7 +62,7 @@ def ordered(tokens: int, experts: int) -> Tensor:
     return torch.where(ranks < 16, 1.75 - ranks / 4, -8.0)
 
 
-def _grouped_top_k(logits: Tensor, correction: Tensor, groups: int = GROUPS) -> tuple[Tensor, Tensor]:
+def _grouped_top_k(logits: Tensor, correction: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """The gating of DeepSeek-V3, token by token."""
     weights, chosen = [], []
     for scores in 1 / (1 + (-logits).exp()):
@@ -75,7 +75,7 @@ def _grouped_top_k(logits: Tensor, correction: Tensor, groups: int = GROUPS) -> 
     return torch.stack(weights), torch.tensor(chosen)
 
 
-def _top_k(logits: Tensor, choices: int = CHOICES) -> Tensor:
+def _top_k(logits: Tensor, choices: int) -> Tensor:
     weights, _ = logits.softmax(-1).topk(choices)
     return weights / weights.sum(-1, keepdim=True) if choices > 1 else weights
 

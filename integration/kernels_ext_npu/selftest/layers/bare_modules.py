@@ -88,17 +88,15 @@ def closed_residual(size: int = 32, p: float = 0.1) -> Any:
     return bare(example("AddLayerNorm"), makers)
 
 
-def mlp(
-    cls: type[nn.Module], hidden_size: int, size: int, act: str = "silu", p: float = 0.1, bias: bool = False
-) -> Any:
+def mlp(cls: type[nn.Module], hidden_size: int, size: int, act: str = "silu") -> Any:
     """Make a gated MLP, whatever its projections are called."""
     makers: Makers = {
-        "gate_proj up_proj w1 w3 wi_0 wi_1": lambda: nn.Linear(hidden_size, size, bias=bias),
-        "gate_up_proj input_linear Wi fc1": lambda: nn.Linear(hidden_size, 2 * size, bias=bias),
-        "down_proj output_linear w2 wo Wo fc2": lambda: nn.Linear(size, hidden_size, bias=bias),
+        "gate_proj up_proj w1 w3 wi_0 wi_1": lambda: nn.Linear(hidden_size, size, bias=False),
+        "gate_up_proj input_linear Wi fc1": lambda: nn.Linear(hidden_size, 2 * size, bias=False),
+        "down_proj output_linear w2 wo Wo fc2": lambda: nn.Linear(size, hidden_size, bias=False),
         "act_fn activation_fn activation act": lambda: ACT2FN[act],
-        "dropout drop": lambda: nn.Dropout(p),
-        "residual_dropout": lambda: p,
+        "dropout drop": lambda: nn.Dropout(0.1),
+        "residual_dropout": lambda: 0.1,
         "ffn_sub_norm": lambda: nn.RMSNorm(size),
         "global_scale": lambda: nn.Parameter(torch.ones(1)),
         "limit swiglu_limit": lambda: 1.0,

@@ -6,17 +6,12 @@ from collections.abc import Iterable
 
 import torch
 
-from kernels_ext_npu.measuring.inside.table import Call, Kernel, cast, nbytes, one_kernel, row
+from kernels_ext_npu.measuring.inside.table import HALF, Call, Kernel, cast, computed, nbytes, one_kernel, row, written
 
 
-def _reduced(call: Call, kernel: str, dtype: torch.dtype, on_ai_cpu: bool = False) -> Iterable[Kernel]:
+def _reduced(call: Call, kernel: str, dtype: torch.dtype) -> Iterable[Kernel]:
     """Give the kernels of an operator that casts its tensor, computes, and casts to the dtype of its result."""
-    tensor, result = call.tensor("self"), call.result
-    yield from cast(tensor, dtype)
-    written, is_cast = nbytes(result, dtype), result.dtype is not dtype
-    yield call.main(kernel, nbytes(tensor, dtype) + written, workspace=written * is_cast, on_ai_cpu=on_ai_cpu)
-    if is_cast:
-        yield Kernel("Cast", written + nbytes(result))
+    return computed(call, kernel, [call.tensor("self")], dtype)
 
 
 @row(
@@ -57,17 +52,17 @@ def _max(call: Call) -> Iterable[Kernel]:
         return
     yield from cast(tensor, dtype)
     values, places = call.results
-    written = nbytes(values, dtype) + nbytes(places, torch.int32)
-    yield call.main(f"Arg{call.name.title()}WithValue", nbytes(tensor, dtype) + written, nbytes(places, torch.int32))
-    yield Kernel("Cast", nbytes(places, torch.int32) + nbytes(places))
+    short = nbytes(places, torch.int32)
+    yield call.main(f"Arg{call.name.title()}WithValue", nbytes(tensor, dtype) + nbytes(values, dtype) + short, short)
+    yield Kernel("Cast", short + nbytes(places))
 
 
 @row("argmax", "argmin", source="ops-math math/arg_max_v2/op_api/aclnn_argmax.cpp 8.5.0:166-224 9.x:170-228")
 def _argmax(call: Call) -> Iterable[Kernel]:
     """One ArgMaxV2, and a cast of its int32 places to int64."""
-    places = call.result
-    yield call.main("ArgMaxV2", nbytes(call.tensor("self")) + 4 * places.numel(), workspace=4 * places.numel())
-    yield Kernel("Cast", 4 * places.numel() + nbytes(places))
+    short = nbytes(call.result, torch.int32)
+    yield call.main("ArgMaxV2", nbytes(call.tensor("self")) + short, workspace=short)
+    yield Kernel("Cast", short + nbytes(call.result))
 
 
 @row(
@@ -111,20 +106,18 @@ def _softmax(call: Call) -> Iterable[Kernel]:
 )
 def _softmax_backward(call: Call) -> Iterable[Kernel]:
     """One SoftmaxGrad or LogSoftmaxGrad, in the dtype of the gradient, and a Cast where the result has another one."""
-    grad, output, result = call.tensor("grad_output"), call.tensor("output"), call.result
-    written, is_cast = nbytes(result, grad.dtype), result.dtype is not grad.dtype
+    grad, output = call.tensor("grad_output"), call.tensor("output")
     name = "LogSoftmaxGrad" if "log" in call.name else "SoftmaxGrad"
-    yield call.main(name, nbytes(grad) + nbytes(output) + written, workspace=written * is_cast)
-    if is_cast:
-        yield Kernel("Cast", written + nbytes(result))
+    return written(call, name, nbytes(grad) + nbytes(output), grad.dtype)
 
 
 @row("cumsum", source="ops-math math/cumsum/op_api/aclnn_cumsum.cpp:277-336, cumsum.cpp 9.1.0:29-49; op-plugin Cumsum")
 def _cumsum(call: Call) -> Iterable[Kernel]:
     """One Cumsum in the dtype of the result, to which the tensor is cast first: on the AI CPU for int64."""
-    dtype = call.result.dtype
-    narrow = (torch.float32, torch.float16, torch.bfloat16, torch.int32)
-    return _reduced(call, "Cumsum", dtype, on_ai_cpu=dtype not in narrow)
+    tensor, dtype = call.tensor("self"), call.result.dtype
+    on_ai_cpu = dtype not in (torch.float32, *HALF, torch.int32)
+    yield from cast(tensor, dtype)
+    yield from written(call, "Cumsum", nbytes(tensor, dtype), dtype, on_ai_cpu)
 
 
 @row("cumprod", source="ops-math math/cumprod/op_host/op_api/aclnn_cumprod.cpp 8.5.0, 9.0.0:90-131 9.1.0:90-138")

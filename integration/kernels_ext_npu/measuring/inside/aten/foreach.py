@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from kernels_ext_npu.measuring.inside.table import Call, Kernel, cast, nbytes, row
+from kernels_ext_npu.measuring.inside.table import HALF, Call, Kernel, cast, nbytes, row
 
 _TENSORS = 48  # that a launch takes, in all of its lists and with its results
 
@@ -18,16 +18,16 @@ _LISTED = tuple(
         "pow", "reciprocal", "sigmoid", "sqrt", "sub", "tanh"
     )
 )  # fmt: skip
-_ALONE = ("_foreach_addcdiv", "_foreach_addcmul")  # which op-plugin takes apart where each tensor has a number
 
 
 @row(*_LISTED, source="op-plugin Foreach*KernelNpuOpApi.cpp, `_split_and_exec_npu_cmd_*`, the same in 7.3.0 to 26.1.0")
 def _foreach(call: Call) -> Iterable[Kernel]:
     """One kernel for 48 tensors, those of all lists and of the results together: 48 in place with a number, 24 of two
     lists. One for each tensor where dtypes differ, and for ``addcdiv`` and ``addcmul`` with a list of numbers."""
-    lists = [value for value in call.given.values() if _is_list(value)]
+    given = [value for value in call.given.values() if isinstance(value, list | tuple)]
+    lists = [value for value in given if value and isinstance(value[0], Tensor)]
     count, name = len(lists[0]), call.name.rstrip("_")
-    is_alone = name in _ALONE and isinstance(call.given.get("scalars"), list | tuple)
+    is_alone = name in ("_foreach_addcdiv", "_foreach_addcmul") and isinstance(call.given.get("scalars"), list | tuple)
     if is_alone or len({tensor.dtype for tensors in lists for tensor in tensors}) > 1:
         at_once = 1
     else:
@@ -54,9 +54,8 @@ def _foreach_copy(call: Call) -> Iterable[Kernel]:
     """ForeachCopy for 48 tensors and what is copied to them, of one dtype, or from CANN 9.1 on of 16 bits and float32;
     otherwise a copy for each."""
     pairs = list(zip(call.given["self"], call.given["src"]))
-    narrow = (torch.float16, torch.bfloat16)
     is_cast = call.cann >= (9, 1) and all(
-        (a.dtype in narrow and b.dtype is torch.float32) or (b.dtype in narrow and a.dtype is torch.float32)
+        (a.dtype in HALF and b.dtype is torch.float32) or (b.dtype in HALF and a.dtype is torch.float32)
         for a, b in pairs
     )
     is_fast = is_cast or all(a.dtype is b.dtype for a, b in pairs)
@@ -69,10 +68,6 @@ def _together(tensors: list[Tensor], kernel: str, is_fast: bool, moved: list[int
     at_once = _TENSORS if is_fast else 1
     for start in range(0, len(tensors), at_once):
         yield Kernel(kernel, sum(moved[start : start + at_once]), is_main=start == 0)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Tensor)
 
 
 @row("_fused_adamw", source="op-plugin FusedAdamWKernelNpuOpApi.cpp; ops-nn optim/apply_adam_w_v2 9.1.0:148-256")

@@ -8,9 +8,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from kernels_ext_npu.measuring.inside.table import Call, Kernel, cast, nbytes, one_kernel, row
+from kernels_ext_npu.measuring.inside.table import HALF, Call, Kernel, cast, nbytes, one_kernel, row
 
-_ADDED_IN_WORDS = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int8, torch.uint8)
+_ADDED_IN_WORDS = (torch.float32, *HALF, torch.int32, torch.int8, torch.uint8)
 
 
 @row(
@@ -56,17 +56,14 @@ def _embedding_backward(call: Call) -> Iterable[Kernel]:
     dtype = torch.float32 if is_small else grad.dtype
     yield from cast(grad, dtype)
     yield from cast(indices, torch.int32)
-    is_cast, whole = result.dtype is not dtype, nbytes(result, dtype)
+    is_cast, whole, added = result.dtype is not dtype, nbytes(result, dtype), nbytes(grad, dtype)
+    moved = 2 * added + whole
     if width > 512 or result.shape[0] > 2**24:
         yield Kernel("Sort", 12 * rows, workspace=8 * rows)
         if call.cann >= (9, 0):
             yield Kernel("ZerosLike", whole)
-        written = 2 * nbytes(grad, dtype)  # rows that are added to are read and written
-        if call.cann < (9, 0):
-            written = nbytes(grad, dtype) + whole
-    else:
-        written = nbytes(grad, dtype) + whole
-    yield call.main("EmbeddingDenseGradV2", nbytes(grad, dtype) + 8 * rows + written, workspace=whole * is_cast)
+            moved = 3 * added  # rows that are added to are read and written
+    yield call.main("EmbeddingDenseGradV2", moved + 8 * rows, workspace=whole * is_cast)
     if is_cast:
         yield Kernel("Cast", whole + nbytes(result))
 
@@ -78,13 +75,12 @@ def _gather(call: Call) -> Iterable[Kernel]:
     dimension is not the last, tensor and places are transposed before it, and the result behind."""
     tensor, index, result = call.tensor("self"), call.tensor("index"), call.result
     dim = call.given["dim"] % max(1, tensor.dim())
-    others = [(tensor.shape[n], index.shape[n]) for n in range(tensor.dim()) if n != dim]
-    is_same = all(one == other for one, other in others)
+    is_same = all(tensor.shape[n] == index.shape[n] for n in range(tensor.dim()) if n != dim)
     is_transposed = dim != tensor.dim() - 1 and not is_same
     if is_transposed:
         yield Kernel("Transpose", 2 * nbytes(tensor), workspace=nbytes(tensor))
         yield Kernel("Transpose", 2 * nbytes(index), workspace=nbytes(index))
-    is_fast = is_same and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    is_fast = is_same and tensor.dtype in (torch.float32, *HALF)
     if is_fast:
         yield from cast(index, torch.int32)
     places = nbytes(index, torch.int32) if is_fast else nbytes(index)
@@ -122,16 +118,12 @@ def _scatter(call: Call) -> Iterable[Kernel]:
         yield Kernel("TensorMove", 2 * whole)
     length = tensor.shape[dim] if tensor.dim() else 1
     touched = min(whole, prod(index.shape[n] for n in range(index.dim()) if n != dim) * length * size)
-    in_core = 98304 // (size + 4 * (tensor.dtype in (torch.float16, torch.bfloat16)))  # elements that a loop takes
+    in_core = 98304 // (size + 4 * (tensor.dtype in HALF))  # elements that a loop takes
     on_ai_cpu = not is_known or length > 50 * in_core
     moved = (2 * put if on_ai_cpu else 2 * touched + put) + index.numel() * (4 if is_known and is_cast else 8)
     yield call.main("ScatterElements" if on_ai_cpu else "ScatterElementsV2", moved, on_ai_cpu=on_ai_cpu)
     if is_transposed:
         yield Kernel("Transpose", 2 * nbytes(result))
-
-
-def _indices(call: Call) -> list[Tensor]:
-    return [index for index in call.given["indices"] if index is not None]
 
 
 def _unmasked(index: Tensor | None) -> list[Tensor | None]:
@@ -146,7 +138,7 @@ def _laid_out(call: Call) -> Iterable[Kernel]:
 
     op-plugin expands them, so that ``aclnnIndex`` lays them out; IndexCheck says what is out of range.
     """
-    indices = _indices(call)
+    indices = [index for index in call.given["indices"] if index is not None]
     shape = torch.broadcast_shapes(*(index.shape for index in indices))
     for index in indices:
         if index.shape != shape:
@@ -189,7 +181,7 @@ def _index_put(call: Call) -> Iterable[Kernel]:
     count = prod(torch.broadcast_shapes(*(index.shape for index in given)))
     length = prod(tensor.shape[len(indices) :])
     put = length * count * prod(size for size, index in zip(tensor.shape, indices) if index is None)
-    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
+    is_half = tensor.dtype in HALF
     places = count * sum(index.element_size() for index in given)
     if not call.given["accumulate"]:
         yield call.main("IndexPutV2", nbytes(values) + put * tensor.element_size() + places)
@@ -216,7 +208,7 @@ def _is_sorted(call: Call, count: int, length: int) -> bool:
     tensor, values = call.tensor("self"), call.tensor("values")
     if None in call.given["indices"] or tensor.dtype is not values.dtype:
         return False
-    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if tensor.dtype not in (torch.float32, *HALF):
         return False
     if count >= 20_000 and length <= 128:
         return True
@@ -242,7 +234,7 @@ def _index_add(call: Call) -> Iterable[Kernel]:
     if not call.name.endswith("_"):
         yield Kernel("TensorMove", 2 * nbytes(tensor))
     is_first = call.given["dim"] % max(1, tensor.dim()) == 0
-    if is_first and tensor.dtype in (torch.float16, torch.bfloat16):
+    if is_first and tensor.dtype in HALF:
         yield from cast(index, torch.int32)
         yield Kernel("Sort", 12 * index.numel(), workspace=8 * index.numel())
         yield call.main("InplaceIndexAddWithSorted", 3 * nbytes(source) + 8 * index.numel())

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from kernels_ext_npu.measuring.inside.strided import view_copy
-from kernels_ext_npu.measuring.inside.table import Call, Kernel, always, cast, nbytes, one_kernel, row
+from kernels_ext_npu.measuring.inside.table import Call, Kernel, always, cast, nbytes, one_kernel, row, written
 
 
 @row(
@@ -55,15 +55,11 @@ one_kernel("one_hot", kernel="OneHot", source="ops-math math/one_hot/op_api/acln
 )
 def _histc(call: Call) -> Iterable[Kernel]:
     """One Histogram of int32, and a cast of it; without limits ReduceMin and ReduceMax of the whole before."""
-    tensor, result = call.tensor("self"), call.result
+    size = nbytes(call.tensor("self"))
     if call.given.get("min", 0) == call.given.get("max", 0):
-        yield Kernel("ReduceMin", nbytes(tensor))
-        yield Kernel("ReduceMax", nbytes(tensor))
-    counted = nbytes(result, torch.int32)
-    is_cast = result.dtype is not torch.int32
-    yield call.main("Histogram", nbytes(tensor) + counted, workspace=counted * is_cast)
-    if is_cast:
-        yield Kernel("Cast", counted + nbytes(result))
+        yield Kernel("ReduceMin", size)
+        yield Kernel("ReduceMax", size)
+    yield from written(call, "Histogram", size, torch.int32)
 
 
 @row(

@@ -1,4 +1,4 @@
-"""What runs for activations, dropout and casts."""
+"""What runs for activations and dropout."""
 
 from __future__ import annotations
 
@@ -7,51 +7,42 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from kernels_ext_npu.measuring.inside.table import Call, Kernel, nbytes, one_kernel, row
+from kernels_ext_npu.measuring.inside.table import Call, Kernel, computed, nbytes, one_kernel, promoted, row
 
-for _operator, _kernel, _source in (
-    ("npu_swiglu", "SwiGlu", "activation/swi_glu/op_host/swi_glu_def.cpp (`AutoContiguous`)"),
-    ("npu_swiglu_backward", "SwiGluGrad", "activation/swi_glu_grad/op_host/swi_glu_grad_def.cpp (`AutoContiguous`)"),
-    ("npu_clipped_swiglu", "ClippedSwiglu", "activation/clipped_swiglu/op_host/clipped_swiglu_def.cpp"),
-    ("npu_geglu", "GeGluV2", "activation/ge_glu_v2/op_host/op_api/aclnn_geglu.cpp 8.5.0:193-205 9.1.0:210-222"),
-    *(
-        (
-            name,  # the second is that of SwiGLU's package, around the first
-            "GeGluGradV2",
-            "activation/ge_glu_grad_v2/op_host/op_api/aclnn_geglu_backward.cpp 8.5.0:198-215 9.1.0:206-223",
-        )
-        for name in ("npu_geglu_grad", "geglu_grad")
-    ),
-    ("npu_fast_gelu", "FastGelu", "activation/fast_gelu/op_api/aclnn_fast_gelu.cpp 8.5.0:122-130 9.1.0:123-131"),
-    (
-        "npu_fast_gelu_backward",
-        "FastGeluGrad",
-        "activation/fast_gelu_grad/op_api/aclnn_fast_gelu_backward.cpp 8.5.0:132-144 9.1.0:133-145",
-    ),
-    ("npu_gelu", "GeluV2", "activation/gelu_v2/…/aclnn_gelu_v2.cpp 8.5.0:111-120 9.1.0:111-120"),
-):
-    one_kernel(_operator, kernel=_kernel, source=f"op-plugin op_plugin_functions.yaml; ops-nn {_source}")
-
-one_kernel("npu_silu", kernel="Swish", source="op-plugin op_plugin_functions.yaml, an operator of its graph engine")
-
-
-@row("npu_dtype_cast", source="op-plugin CastKernelNpuOpApi.cpp; ops-math math/cast/op_api/aclnn_cast.cpp")
-def _dtype_cast(call: Call) -> Iterable[Kernel]:
-    """Cast; nothing is read or written where the dtype is the same."""
-    given = call.tensor("input", "self")
-    yield call.main("Cast", 0 if given.dtype is call.result.dtype else nbytes(given) + nbytes(call.result))
+one_kernel("silu", kernel="Swish", source="ops-nn activation/swish/op_api/aclnn_silu.cpp:61-112")
+one_kernel(
+    "silu_backward", kernel="SiluGrad", source="ops-nn activation/silu_grad, aclnn_silu_backward.cpp 9.1.0:148-191"
+)
+one_kernel("gelu", kernel="Gelu", source="ops-nn activation/gelu, gelu_v2, aclnn_gelu.cpp and aclnn_gelu_v2.cpp")
+one_kernel("softplus", kernel="SoftplusV2", source="ops-nn activation/softplus_v2, aclnn_softplus.cpp 9.1.0:110-153")
 
 
 @row(
-    "_npu_dropout",
-    source="op-plugin NativeDropoutKernelNpuOpApi.cpp, `_npu_dropout`; ops-math "
-    "random/dsa_gen_bit_mask and random/drop_out_do_mask",
+    "softplus_backward",
+    source="ops-nn activation/softplus_v2_grad/op_host/op_api/aclnn_softplus_backward.cpp 8.5.0:141-167 9.x:140-166; "
+    "op-plugin op_plugin_functions.yaml",
 )
-def _dropout(call: Call) -> Iterable[Kernel]:
-    """DSAGenBitMask writes a mask of one bit for each element, DropOutDoMask reads it."""
-    mask = next(tensor for tensor in call.results if tensor.dtype is torch.uint8)
-    yield Kernel("DSAGenBitMask", nbytes(mask))
-    yield call.main("DropOutDoMask", call.moved)
+def _softplus_backward(call: Call) -> Iterable[Kernel]:
+    """SoftplusV2Grad, in float32 where the gradient and the tensor differ in dtype, which are cast then."""
+    grad, tensor = call.tensor("grad_output"), call.tensor("self")
+    return computed(call, "SoftplusV2Grad", [grad, tensor], grad.dtype if grad.dtype is tensor.dtype else torch.float32)
+
+
+one_kernel("relu", kernel="Relu", source="ops-nn activation/relu/op_api/aclnn_relu.cpp:88-124")
+one_kernel("threshold_backward", kernel="ReluGrad", source="ops-nn activation/threshold_grad_v2_d 9.1.0:103-159")
+one_kernel("hardtanh_backward", kernel="HardtanhGrad", source="ops-nn activation/hardtanh_grad, …_backward.cpp:95-150")
+
+
+@row(
+    "sigmoid_backward",
+    "gelu_backward",
+    source="ops-nn activation/sigmoid_grad/op_api/aclnn_sigmoid_backward.cpp:142-212, gelu_grad, gelu_grad_v2",
+)
+def _backward(call: Call) -> Iterable[Kernel]:
+    """One kernel, in the dtype to which the gradient and the tensor promote."""
+    operands = call.operands("grad_output", "output", "self")
+    kernel = "SigmoidGrad" if call.name == "sigmoid_backward" else "GeluGrad"
+    return computed(call, kernel, operands, promoted(operands))
 
 
 _DROPOUT = "op-plugin NativeDropoutKernelNpuOpApi.cpp; ops-math random/dsa_gen_bit_mask and random/drop_out_do_mask"

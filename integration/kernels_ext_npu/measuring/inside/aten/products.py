@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels_ext_npu.measuring.inside.strided import contiguous, view_copy
-from kernels_ext_npu.measuring.inside.table import Call, Kernel, always, cast, if_transposed, nbytes, row
-
-_HALF = (torch.float16, torch.bfloat16)
+from kernels_ext_npu.measuring.inside.table import HALF, Call, Kernel, always, cast, if_transposed, nbytes, row
 
 
 @row(
@@ -23,12 +21,6 @@ def _triangular_solve(call: Call) -> Iterable[Kernel]:
     yield call.main("TriangularSolve", on_ai_cpu=True)
 
 
-def _read(operand: Tensor, may_be_transposed: bool = True) -> Iterable[Kernel]:
-    """Give the kernels that lay out an operand of a product: none where its last two dimensions are swapped alone."""
-    if not operand.is_contiguous() and not (may_be_transposed and if_transposed(operand)):
-        yield from contiguous(operand)
-
-
 def _product(call: Call, left: Tensor, right: Tensor, written: int, workspace: int = 0) -> Iterable[Kernel]:
     """Give the kernels of a product of two tensors, which writes so many bytes.
 
@@ -38,7 +30,8 @@ def _product(call: Call, left: Tensor, right: Tensor, written: int, workspace: i
     dtype = torch.promote_types(left.dtype, right.dtype)
     is_folded = left.dim() > 2 and right.dim() <= 2
     for operand, may_be_transposed in ((left, not is_folded), (right, True)):
-        yield from _read(operand, may_be_transposed)
+        if not operand.is_contiguous() and not (may_be_transposed and if_transposed(operand)):
+            yield from contiguous(operand)
         yield from cast(operand, dtype)
     is_batched = max(left.dim(), right.dim()) > 2 and not is_folded
     name = "BatchMatMulV3" if is_batched else "MatMulV3"
@@ -127,7 +120,7 @@ def _addmm(call: Call) -> Iterable[Kernel]:
 
 def _product_and_sum(call: Call, added: Tensor, left: Tensor, right: Tensor) -> Iterable[Kernel]:
     """Give the kernels of a product into the workspace, and of the sum; both in float32 where all is of 16 bits."""
-    result, is_half = call.result, left.dtype in _HALF
+    result, is_half = call.result, left.dtype in HALF
     dtype = torch.float32 if is_half else left.dtype
     yield from cast(added, dtype)
     written = nbytes(result, dtype)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.integration.measuring.inside import Seen, bf16
+from tests.integration.measuring.inside.recorder import Recorder, bf16
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layout: str = "BNSD", **given):
@@ -18,7 +18,7 @@ def test_attention_pads_heads_that_its_kernel_does_not_take() -> None:
     Queries are 4 x 16 rows, keys and values 64; statistics are two times eight numbers of 4 bytes a row.
     """
     q, k, v = bf16(1, 4, 16, 576), bf16(1, 1, 64, 576), bf16(1, 1, 64, 512)
-    with Seen() as seen:
+    with Recorder() as seen:
         attend(q, k, v)
     rows, keys, statistics = 64, 64, 64 * 2 * 8 * 4
     assert seen.ran == [
@@ -34,7 +34,7 @@ def test_attention_pads_heads_that_its_kernel_does_not_take() -> None:
 @pytest.mark.parametrize(("width", "padded"), [(64, 64), (72, 80), (128, 128), (160, 160), (192, 192), (200, 256)])
 def test_attention_pads_to_sixteen_and_from_196_on_to_128(width: int, padded: int) -> None:
     q, k = bf16(1, 2, 16, width), bf16(1, 2, 16, width)
-    with Seen() as seen:
+    with Recorder() as seen:
         attend(q, k, k)
     every = [] if width == padded else [("PadV3", 32 * (width + padded) * 2)] * 3
     cut = [] if width == padded else [("Slice", 32 * (width + padded) * 2)]
@@ -45,7 +45,7 @@ def test_attention_pads_to_sixteen_and_from_196_on_to_128(width: int, padded: in
 def test_attention_transposes_what_is_farther_than_65535_elements_apart() -> None:
     """128 heads of 512 are 65,536 elements of 2 bytes a token."""
     q = bf16(1, 2, 128, 512)
-    with Seen() as seen:
+    with Recorder() as seen:
         attend(q, q, q, "BSND")
     size = 2 * 65536 * 2
     statistics = 2 * 128 * 2 * 8 * 4
@@ -56,7 +56,7 @@ def test_attention_transposes_what_is_farther_than_65535_elements_apart() -> Non
 def test_attention_with_dropout_writes_a_mask_of_bits() -> None:
     """2 x 64 queries and 64 keys make 8,192 bits, which are written and read."""
     q = bf16(1, 2, 64, 64)
-    with Seen() as seen:
+    with Recorder() as seen:
         attend(q, q, q, keep_prob=0.5)
     main = 4 * 2 * 64 * 64 * 2 + 2 * 64 * 2 * 8 * 4 + 1024
     assert seen.ran == [("DSAGenBitMask", 1024), ("FlashAttentionScore", main)]
@@ -70,7 +70,7 @@ def test_gradients_of_attention_are_summed_up_in_float32() -> None:
     """
     q = bf16(1, 2, 64, 64)
     out, maximum, total, *_ = attend(q, q, q)
-    with Seen() as seen:
+    with Recorder() as seen:
         torch.ops.npu.npu_fusion_attention_grad(
             q, q, q, out, 2, "BNSD", softmax_max=maximum, softmax_sum=total, attention_in=out, scale_value=0.1
         )
@@ -85,7 +85,7 @@ def test_gradients_of_attention_are_summed_up_in_float32() -> None:
 def test_gradients_of_attention_pad_to_128_but_for_192(width: int, padded: int) -> None:
     q = bf16(1, 2, 16, width)
     out, maximum, total, *_ = attend(q, q, q)
-    with Seen() as seen:
+    with Recorder() as seen:
         torch.ops.npu.npu_fusion_attention_grad(
             q, q, q, out, 2, "BNSD", softmax_max=maximum, softmax_sum=total, attention_in=out, scale_value=0.1
         )
@@ -101,7 +101,7 @@ def test_gradients_of_attention_pad_to_128_but_for_192(width: int, padded: int) 
 def test_packed_attention_of_usual_heads_is_one_kernel(width: int) -> None:
     """Whatever the lengths; the statistics are two times eight numbers of 4 bytes for each of 2 x 40 rows."""
     q = bf16(40, 2, width)
-    with Seen() as seen:
+    with Recorder() as seen:
         attend(q, q, q, "TND", actual_seq_qlen=[8, 40], actual_seq_kvlen=[8, 40])
     assert seen.ran == [("FlashAttentionScore", 4 * 80 * width * 2 + 80 * 2 * 8 * 4)]
 
@@ -110,7 +110,7 @@ def test_short_packed_attention_of_narrow_heads_is_not_padded() -> None:
     """Heads of 72 in sequences of up to 1,024 keys; in longer ones they become 80."""
     q = bf16(1100, 1, 72)
     for ends, padded in (([600, 1100], 72), ([1100], 80)):
-        with Seen() as seen:
+        with Recorder() as seen:
             attend(q, q, q, "TND", actual_seq_qlen=ends, actual_seq_kvlen=ends)
         main = ("FlashAttentionScore", 4 * 1100 * padded * 2 + 1100 * 2 * 8 * 4)
         assert [kernel for kernel in seen.ran if kernel[0] != "PadV3" and kernel[0] != "Slice"] == [main], ends
@@ -126,7 +126,7 @@ def test_gradients_of_latents_pad_values_where_the_order_of_sums_is_fixed() -> N
     for is_fixed in (False, True):
         torch.use_deterministic_algorithms(is_fixed)
         try:
-            with Seen() as seen:
+            with Recorder() as seen:
                 torch.ops.npu.npu_fusion_attention_grad(
                     q, q, v, out, 2, "BNSD", softmax_max=maximum, softmax_sum=total, attention_in=out, scale_value=0.1
                 )
@@ -147,7 +147,7 @@ def test_gradients_of_latents_pad_values_where_the_order_of_sums_is_fixed() -> N
 def test_strided_operands_of_attention_are_copied() -> None:
     """[B, S, N, D] as BNSD: each of three operands of 2 x 16 x 64 numbers of 2 bytes is transposed first."""
     q = bf16(1, 16, 2, 64).transpose(1, 2)
-    with Seen() as seen:
+    with Recorder() as seen:
         attend(q, q, q)
     assert seen.ran[:3] == [("Transpose", 2 * 2048 * 2)] * 3
     assert len(seen.ran) == 4

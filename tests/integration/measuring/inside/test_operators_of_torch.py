@@ -6,46 +6,12 @@ in float32, 256 in 16 bits and 1,024 in int64.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
-from kernels_ext_npu.measuring.costs import Cost
-from kernels_ext_npu.measuring.inside import Inside
+from tests.integration.measuring.inside.recorder import recorded, runs
 
 HALF = torch.bfloat16
-
-
-class Recorder(Cost):
-    """Writes down what runs for the calls within the context, on a release of CANN."""
-
-    def __init__(self, cann: tuple[int, int]) -> None:
-        super().__init__()
-        self._cann = cann
-        self.kernels_in_order: list[tuple[str, int]] = []
-        self.on_ai_cpu: list[str] = []
-        self.workspace = 0
-
-    def count(self, *call: Any) -> Inside | None:
-        runs = super().count(*call)
-        if runs is not None:
-            assert runs.is_read, call[0]
-            self.kernels_in_order += [(kernel.name, kernel.moved) for kernel in runs.kernels]
-            self.on_ai_cpu += [kernel.name for kernel in runs.kernels if kernel.on_ai_cpu]
-            self.workspace += runs.workspace
-        return runs
-
-
-def recorded(call: Callable[[], Any], cann: tuple[int, int] = (9, 1)) -> Recorder:
-    with Recorder(cann) as recorder:
-        call()
-    return recorder
-
-
-def runs(call: Callable[[], Any], cann: tuple[int, int] = (9, 1)) -> list[tuple[str, int]]:
-    return recorded(call, cann).kernels_in_order
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -197,11 +163,11 @@ def test_adding_to_a_product_of_16_bits_goes_through_float32() -> None:
 def test_a_logsumexp_writes_a_float32_copy_of_its_tensor() -> None:
     """Of 8 x 16 in bfloat16, with 8 maxima of 32 bytes."""
     recorder = recorded(lambda: ones(8, 16, dtype=HALF).logsumexp(-1))
-    assert recorder.kernels_in_order[1:] == [
+    assert recorder.ran[1:] == [
         ("Cast", 256 + 512), ("ReduceMax", 512 + 32), ("Abs", 64), ("Equal", 32 + 8), ("MaskedFill", 64 + 8),
         ("Sub", 512 + 32 + 512), ("ReduceLogSumExp", 512 + 32), ("Add", 3 * 32), ("Cast", 32 + 16),
     ]  # fmt: skip
-    assert recorder.workspace >= 2 * 512
+    assert sum(each.workspace for each in recorder.runs) >= 2 * 512
 
 
 def test_sums_cast_what_has_another_dtype_as_a_whole() -> None:

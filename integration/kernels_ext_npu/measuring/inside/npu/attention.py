@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels_ext_npu.measuring.inside.table import Call, Kernel, nbytes, one_kernel, row
+from kernels_ext_npu.measuring.products import packed_lengths
 
 _LONGEST_STRIDE = 65535  # of a position: MAX_STRIDE_S1, MAX_BSN_DIMS_SIZE
 _STATISTICS = 8 * 4  # bytes of a row's sum, of which eight copies in float32 are kept
@@ -28,6 +28,7 @@ class Shape:
         keys: likewise.
         width: of a head of queries and keys.
         value_width: of a head of values.
+        batch: sequences beside each other; 1 of ``TND``.
     """
 
     layout: str
@@ -37,10 +38,11 @@ class Shape:
     keys: int
     width: int
     value_width: int
+    batch: int
 
-    def stride(self, heads: int, width: int, batch: int) -> int:
+    def stride(self, heads: int, width: int) -> int:
         """Return how many elements lie between two positions of a sequence, if a head has this width."""
-        return {"BSND": heads * width, "BSH": heads * width, "SBH": batch * heads * width}.get(self.layout, 0)
+        return {"BSND": heads * width, "BSH": heads * width, "SBH": self.batch * heads * width}.get(self.layout, 0)
 
 
 def _shape(given: dict[str, Any]) -> Shape:
@@ -49,7 +51,8 @@ def _shape(given: dict[str, Any]) -> Shape:
     width = query.shape[-1] if "D" in layout else query.shape[-1] // heads
     key_heads = key.shape[layout.index("N")] if "N" in layout else key.shape[-1] // width
     value_width = value.shape[-1] if "D" in layout else value.shape[-1] // key_heads
-    return Shape(layout, heads, key_heads, query.shape[sequence], key.shape[sequence], width, value_width)
+    batch = query.shape[layout.index("B")] if "B" in layout else 1
+    return Shape(layout, heads, key_heads, query.shape[sequence], key.shape[sequence], width, value_width, batch)
 
 
 @row(
@@ -72,8 +75,7 @@ def _forward(call: Call) -> Iterable[Kernel]:
     if given["keep_prob"] < 1:
         mask = _pairs(given, shape) // 8
         yield Kernel("DSAGenBitMask", mask, workspace=mask)
-    batch = 1 if shape.layout == "TND" else query.shape[shape.layout.index("B")]
-    transposes = shape.stride(shape.heads, _aligned(shape.width), batch) > _LONGEST_STRIDE
+    transposes = shape.stride(shape.heads, _aligned(shape.width)) > _LONGEST_STRIDE
     padding, value_padding = _paddings(given, shape, transposes)
     width, value_width = shape.width + padding, shape.value_width + value_padding
     operands = [_wider(tensor, shape.width, width) for tensor in (query, key)]
@@ -124,10 +126,9 @@ def _backward(call: Call) -> Iterable[Kernel]:
             size = _wider(tensor, value_width, width)
             yield Kernel("PadV3", nbytes(tensor) + size, workspace=size)
         value_width = width
-    aligned = -(-width // (16 if width < 128 else 128)) * (16 if width < 128 else 128)
-    batch = 1 if shape.layout == "TND" else query.shape[shape.layout.index("B")]
-    strides = (shape.stride(heads, aligned, batch) for heads in (shape.heads, shape.key_heads))
-    transposes = max(strides) > _LONGEST_STRIDE
+    block = 16 if width < 128 else 128
+    aligned = -(-width // block) * block
+    transposes = shape.stride(max(shape.heads, shape.key_heads), aligned) > _LONGEST_STRIDE
     pads = aligned != width and _gradient_pads(given, shape, transposes, is_free)
     value_inner = aligned if pads else value_width
     narrow = [(query, width, width), (key, width, width)]
@@ -195,22 +196,14 @@ def _paddings(given: dict[str, Any], shape: Shape, transposes: bool) -> tuple[in
 
 def _is_short(given: dict[str, Any]) -> bool:
     """Tell whether packed sequences are short, where their lengths are known."""
-    lengths = _lengths(given)
+    lengths = packed_lengths(given)
     return bool(lengths) and max(keys for _, keys in lengths) <= 1024 and sum(q for q, _ in lengths) < 160 * 1024
-
-
-def _lengths(given: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return the lengths of packed sequences, of queries and of keys; none where they are not known."""
-    ends = [given.get(f"actual_seq_{side}") for side in ("qlen", "kvlen")]
-    if not all(isinstance(each, list | tuple) and each for each in ends):
-        return []
-    return [(end - start, last - first) for (start, first), (end, last) in pairwise([(0, 0), *zip(*ends)])]
 
 
 def _pairs(given: dict[str, Any], shape: Shape) -> int:
     """Return how many pairs of a query and a key there are in all heads, seen or not."""
     if shape.layout == "TND":
-        lengths = _lengths(given) or [(shape.queries, shape.keys)]
+        lengths = packed_lengths(given) or [(shape.queries, shape.keys)]
         return shape.heads * sum(queries * keys for queries, keys in lengths)
     return given["query"].numel() // shape.width * shape.keys
 

@@ -34,6 +34,7 @@ _READS = {"_local_scalar_dense": "the host waits for a number in it"}
 _DEEDS = ("print", "open", "input")
 _running = threading.RLock()  # what is put in place of these goes out in turn
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+ANYTHING = (Exception, SystemExit)  # that a forward raises which is given what it does not expect
 MAGNITUDES = (1e-2, 1.0, 1e2, 1e4)  # of numbers at which limits show
 _IN_FLOAT32 = 1e-5  # a sum of some hundred products, rounded to float32 inside
 ROUNDINGS = 16  # in units of a dtype: each of some eight operators rounds by half a unit or less, to be doubled
@@ -74,7 +75,7 @@ def attempt(find: Callable[..., Any], *arguments: Any, seen: list[NotRecognised]
     except NotRecognisedError as error:
         if seen is not None:
             seen.append(NotRecognised(str(error), error.kind))
-    except Exception:
+    except ANYTHING:
         pass
     return None
 
@@ -270,7 +271,7 @@ def taken_shapes(call: Callable[..., Any]) -> list[tuple[int, ...]]:
             call(*tokens)
         except NotRecognisedError:
             raise
-        except Exception:  # whatever a forward raises that is given what it does not expect
+        except ANYTHING:
             continue
         found.append(tokens)
     return found

@@ -2,6 +2,7 @@
 
 import builtins
 import copy
+import sys
 import threading
 
 import pytest
@@ -100,6 +101,24 @@ def test_a_norm_that_does_more_keeps_its_forward_which_does_it_at_no_swap(regist
     x = torch.randn(2, WIDTH)
     torch.testing.assert_close(model(x.npu()).cpu(), plain(x), rtol=1e-5, atol=1e-6)  # of float32 in another order
     assert launched(lambda: model(x.npu())) == 0
+
+
+class EndsTheProcess(MetaNorm):
+    def forward(self, x):
+        if x.dim() != 3:
+            sys.exit("three dimensions")
+        return super().forward(x)
+
+
+class Leaves(MetaNorm):
+    def forward(self, x):
+        raise SystemExit(1)
+
+
+@pytest.mark.parametrize(("cls", "is_served"), [(EndsTheProcess, True), (Leaves, False)])
+def test_what_ends_the_process_where_it_is_tried_ends_no_kernelize(registered, cls, is_served: bool) -> None:
+    model = kernels_ext_npu.kernelize(Block(cls()).to("npu"))
+    assert (("RMSNorm", True) in said(model)) is is_served
 
 
 @pytest.mark.parametrize("cls", [SaysWhenAsked, NamesLikeGlobals])

@@ -24,7 +24,7 @@ from kernels_ext_npu.recognition.rotations.asked_lengths import asked_lengths
 from kernels_ext_npu.recognition.rotations.forms import NUMBER, Form, Settings, candidate_forms, ranks
 from kernels_ext_npu.recognition.rotations.pairs import PAIRINGS, Pairing, rotary_mul
 from kernels_ext_npu.recognition.rotations.signatures import Signature, TableFirst
-from kernels_ext_npu.recognition.watched_runs import NotRecognisedError, Watched, are_same, is_close, isolated
+from kernels_ext_npu.recognition.watched_runs import ANYTHING, NotRecognisedError, Watched, are_same, is_close, isolated
 
 _OTHER_SIZES = ({"B": 1, "N": 1, "M": 1, "S": 1}, {"S": 1}, {"B": 1, "T": 7, "P": 0})
 _OPERATORS = {
@@ -153,7 +153,7 @@ class Rotation:
                 self._others += plan is None
             except NotRecognisedError as error:
                 self.refused = str(error)
-            except Exception:  # whatever a function raises that is given what it does not expect
+            except ANYTHING:
                 pass
         return self._plans[form]
 
@@ -256,7 +256,7 @@ def _plan(function: Callable, form: Form) -> Plan | None:
 def _tries(check: Callable[[], Any]) -> Any:
     try:
         return check()
-    except Exception:  # whatever a function raises that is given what it does not expect
+    except ANYTHING:
         return None
 
 

@@ -23,6 +23,7 @@ from kernels_ext_npu.recognition.routers.formulas import Gating, Output, Router,
 from kernels_ext_npu.recognition.routers.roundings import DTYPES, find_dtypes
 from kernels_ext_npu.recognition.routers.trials import RouterTrial, read_output, read_weights
 from kernels_ext_npu.recognition.watched_runs import (
+    ANYTHING,
     NotRecognisedError,
     OwnOperatorError,
     are_same,
@@ -70,7 +71,7 @@ def find_router(module: nn.Module) -> Computed | None:
         except NotRecognisedError as error:
             if search.routes or is_called_so:
                 refused = refused or Reason("unknown", f"no kernel computes what its forward computes: {error}")
-        except Exception:  # it is given a matrix that lies the other way
+        except ANYTHING:  # it is given a matrix that lies the other way
             continue
     return None if refused is None else Computed("SoftmaxTopKRouter", refused=refused)
 
@@ -231,7 +232,7 @@ class _Search:
                 x = self.trial.draw_apart(router, *tokens, size=size)
                 if x is None or not self._agrees(router, *self._run_for_derivatives(x, with_grad, training)):
                     return False
-        except Exception:  # some assert that they are not trained, or write over what a derivative needs
+        except ANYTHING:  # some assert that they are not trained, or write over what a derivative needs
             return False
         return True
 

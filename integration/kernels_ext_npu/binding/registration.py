@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -35,6 +34,7 @@ class Registration:
     module_layers: dict[nn.Module, str | None] = field(default_factory=dict)
     # the packages that were loaded for more than layers, by repository
     packages: dict[str, ModuleType] = field(default_factory=dict)
+    unloadable: set[str] = field(default_factory=set)  # the repositories that could not be loaded when they were tried
     # models whose kernels are swapped in at their first call on the NPU
     waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
@@ -49,17 +49,23 @@ def package(repository: str) -> ModuleType:
     assert current is not None
     if repository not in current.packages:
         current.packages[repository] = sources.load_package(current.source, repository)
+        current.unloadable.discard(repository)
     return current.packages[repository]
 
 
 def try_package(repository: str) -> ModuleType | None:
     """Return the package of a kernel repository of the registration; None without one, or if it cannot be loaded.
 
-    While a graph is captured or compiled it would be too late to load it. What is wrong is said by `package`.
+    While a graph is captured or compiled it would be too late to load it. What is wrong is said by `package`; here it
+    is tried once, since any call of torch's may ask, and a Hub that does not answer takes its time.
     """
-    with suppress(Exception):
+    if current is None or repository in current.unloadable:
+        return None
+    try:
         return package(repository)
-    return None
+    except Exception:
+        current.unloadable.add(repository)
+        return None
 
 
 def is_active() -> bool:

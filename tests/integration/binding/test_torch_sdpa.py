@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels_ext_npu
+from kernels_ext_npu.catalogue import REPOSITORIES
+from kernels_ext_npu.distribution import sources
 from tests.conftest import ROOT
 from tests.support import npu_counts
 from tests.support.nearness import assert_near
@@ -208,6 +211,21 @@ def test_it_is_left_alone_without_the_kernel_of_attention() -> None:
     npu_counts.reset()
     F.scaled_dot_product_attention(q, k, v, padded_causal().to("npu"))
     assert fused_launches() == 0
+
+
+def test_a_kernel_that_cannot_be_loaded_is_tried_once(tmp_path: Path, monkeypatch) -> None:
+    """As from a Hub that does not answer, which would take its time in every layer."""
+    for name in REPOSITORIES:
+        (tmp_path / name).symlink_to(ROOT / name)
+    kernels_ext_npu.register(source=tmp_path)
+    (tmp_path / "FlashAttention").unlink()
+    tried, load = [], sources.load_package
+    monkeypatch.setattr(sources, "load_package", lambda *args: (tried.append(args), load(*args))[1])
+    q, k, v = tensors()
+    for _ in range(3):
+        found = F.scaled_dot_product_attention(*(tensor.to("npu") for tensor in (q, k, v)), is_causal=True)
+        assert_near(found, F.scaled_dot_product_attention(q, k, v, is_causal=True), ROUNDING)
+    assert len(tried) == 1
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -26,6 +26,7 @@ from kernels_ext_npu.recognition.watched_runs import (
     attempt,
     autocast,
     check_sizes,
+    is_close,
     taken_shapes,
     takes,
 )
@@ -45,7 +46,11 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "GeGLUMLP": partial(F.gelu, approximate="tanh"),
     "ExactGeGLUMLP": F.gelu,
 }
+_NO_MLP = "what it gives is no product of a projection and of SiLU or GELU of another one"
+_OTHER_GATE = "it is gated by another function than SiLU or GELU"
 _GATE_LAST = Reason("no operator", "no operator: the gate is the second half, and the operator takes SiLU of the first")
+# activations that no layer has, by which an MLP may be gated all the same
+_OTHERS = frozenset({"relu", "leaky_relu", "elu", "softplus", "mish", "hardswish", "hardsigmoid"})
 _HALVES = {"chunk", "split", "unbind", "narrow"}
 ACTIVATION_MODULES = {"SwiGLUMLP": nn.SiLU(), "GeGLUMLP": nn.GELU(approximate="tanh"), "ExactGeGLUMLP": nn.GELU()}
 _PLAIN = [_Formula(layer, lambda gate, up, act=act: act(gate) * up) for layer, act in _ACTIVATIONS.items()]  # type: ignore[misc]
@@ -76,7 +81,7 @@ def find_gated_mlp(module: nn.Module) -> Computed | None:
     names = names_read(type(module), type(module).forward)  # type: ignore[arg-type]
     if len(sizes) < 2 and _HALVES.isdisjoint(names):
         return None  # a module may be there for what else it does, and is not run for a try
-    widest, watch = max((each for pair in sizes.values() for each in pair), default=64), Watched(CLAMPS)
+    widest, watch = max((each for pair in sizes.values() for each in pair), default=64), Watched(CLAMPS | _OTHERS)
 
     def run(x: Tensor, magnitude: float = 1.0, training: bool = False) -> tuple[dict[Any, Leaf], Tensor, list[Tensor]]:
         noise = [*(magnitude * torch.randn(len(opaque) + 4, 2, widest, dtype=torch.float64))]
@@ -119,8 +124,12 @@ def find_gated_mlp(module: nn.Module) -> Computed | None:
             read = dict(_read(*run(given, magnitude, training), given, formulas, written))
         found = {each: formula for each, formula in read.items() if not found or each in found}
         formulas = [*found.values()]
+        if not found and not number:
+            with torch.enable_grad():
+                is_gated = _is_gated(*run(given)[:2])
+            raise NotRecognisedError(_OTHER_GATE if is_gated else _NO_MLP, MLPS if is_gated else None)
         if not found:
-            raise NotRecognisedError(_why(number == 0, dtype, training, with_grad), MLPS if number else None)
+            raise NotRecognisedError(_why(dtype, training, with_grad), MLPS)
     if len(found) > 1 or clamps not in (0, 2):  # a third may have a limit that is not reached here
         raise NotRecognisedError("it clamps in another way", MLPS)
     (computed,) = found
@@ -130,7 +139,7 @@ def find_gated_mlp(module: nn.Module) -> Computed | None:
     return computed._replace(returned=watch.returned, adds=adds)
 
 
-def _why(is_first: bool, dtype: torch.dtype, training: bool, with_grad: bool) -> str:
+def _why(dtype: torch.dtype, training: bool, with_grad: bool) -> str:
     """Return what an MLP was seen to do that none does which is known."""
     if dtype is not torch.float64:
         return f"it computes otherwise in {str(dtype).removeprefix('torch.')}"
@@ -138,9 +147,22 @@ def _why(is_first: bool, dtype: torch.dtype, training: bool, with_grad: bool) ->
         return "it computes otherwise in training"
     if with_grad:
         return "its gradients are other ones"
-    if not is_first:
-        return "it computes otherwise of other numbers or shapes"
-    return "what it gives is no product of a projection and of SiLU or GELU of another one"
+    return "it computes otherwise of other numbers or shapes"
+
+
+def _is_gated(leaves: dict[Any, Leaf], y: Tensor) -> bool:
+    """Tell whether something is one projection, or half of it, times what depends on the other one or half."""
+    linear = [leaf for leaf in leaves.values() if leaf.sizes is not None and len(leaf.seen) == 1]
+    given = [leaf.given[0] for leaf in linear]
+    for made in (y, *(leaf.seen[0] for leaf in linear)):
+        sources = [each for each in given if each.shape[-1] in (made.shape[-1], 2 * made.shape[-1])]
+        if made.requires_grad and sources:
+            found = torch.autograd.grad(made.sum(), sources, retain_graph=True, allow_unused=True)
+            pairs = [(x, dx) for x, dx in zip(sources, found) if dx is not None]
+            parts = [part for x, dx in pairs for part in zip(*(each.split(made.shape[-1], -1) for each in (x, dx)))]
+            if len(parts) == 2 and any(is_close(made, x * dx) for x, dx in parts):
+                return True
+    return False
 
 
 def _read(

@@ -196,8 +196,9 @@ def test_of_a_gate_that_no_operator_takes_the_report_says_so(registered) -> None
         ("OneOperatorWithoutBias", "torch's layer norm is one operator already"),
         ("Dropping", "it calls empty_like"),
         ("Counting", "it writes to"),
-        ("ReluGated", "it calls relu"),
-        ("SigmoidGated", "no product of a projection and of SiLU or GELU"),
+        ("ReluGated", "it is gated by another function than SiLU or GELU"),
+        ("SigmoidGated", "it is gated by another function than SiLU or GELU"),
+        ("QuickGated", "no product of a projection and of SiLU or GELU"),
         ("ByLength", "it asks for sizes"),
         ("OtherwiseInHalf", "it computes otherwise in float16"),
         ("DroppedInTrainingBranch", "it computes otherwise in training"),
@@ -215,7 +216,8 @@ def test_the_report_says_what_one_was_seen_to_do_that_no_kernel_does(registered,
 
 
 @pytest.mark.parametrize(
-    ("like", "kind"), [("NotInHalf", "norms"), ("DetachedMean", "norms"), ("OfFixedHalves", "gated MLPs")]
+    ("like", "kind"),
+    [("NotInHalf", "norms"), ("DetachedMean", "norms"), ("OfFixedHalves", "gated MLPs"), ("ReluGated", "gated MLPs")],
 )
 def test_one_that_is_nearly_served_is_reported_whatever_its_name(registered, like: str, kind: str) -> None:
     (cls,) = (each for each in (*LIKE_NORMS, *LIKE_MLPS) if each.__name__ == like)

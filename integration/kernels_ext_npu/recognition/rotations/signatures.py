@@ -13,7 +13,7 @@ from typing import Any
 class Signature:
     """The parameters of a function, and their defaults; those that have to be named come last.
 
-    Any others that a function takes, and does not read, are left out of calls. What is rotated comes first in values.
+    What a function takes and does not read is left out of calls, or is its default. Values have what is rotated first.
 
     Args:
         function: whose parameters they are.
@@ -22,7 +22,7 @@ class Signature:
 
     Attributes:
         names: of the parameters.
-        defaults: of them.
+        defaults: of them; None of those that it does not read.
         positional: how many may be given without a name.
         required: how many of the first have no default, and are no whole numbers.
         dimensions: the places of those that are whole numbers without a default.
@@ -33,8 +33,12 @@ class Signature:
         everything = list(inspect.signature(function).parameters.values())[skipped:]
         others = [p for p in everything if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         parameters = [p for p in everything if p not in others]
+        read = _names_read(function)
+        self._own = [p.default for p in parameters]
+        parameters = [p if p.name in read else p.replace(default=None, annotation=p.empty) for p in parameters]
         self.names = [p.name for p in parameters]
         self.defaults = [p.default for p in parameters]
+        self._unread = [place for place, name in enumerate(self.names) if name not in read]
         self.positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
         whole = [p.default is p.empty and p.annotation in (int, "int") for p in parameters]
         tensors = (p.default is p.empty and not is_whole for p, is_whole in zip(parameters, whole))
@@ -42,18 +46,20 @@ class Signature:
         self.dimensions = [place for place, is_whole in enumerate(whole) if is_whole]
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in others)
         self.is_plain = all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
-        self.is_plain &= not any(_reads(function, p.name) for p in others)
+        self.is_plain &= read.isdisjoint(p.name for p in others)
         self.is_plain &= not any(isinstance(default, (dict, list, set)) for default in self.defaults)
 
     def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
         """Return what each parameter is given in a call, rotated first; None if the function would refuse it."""
-        values = [*args, *self.defaults[len(args) :]]
+        values = [*args, *self._own[len(args) :]]
         for name, value in kwargs.items():
             if name in self.names[len(args) :]:
                 values[self.names.index(name)] = value
             elif name in self.names or not self._takes_any:
                 return None
         is_whole = len(args) <= self.positional and all(value is not inspect.Parameter.empty for value in values)
+        for place in self._unread if is_whole else ():
+            values[place] = self.defaults[place]
         return [*self._turn(values, self._angles)] if is_whole else None
 
     def call(self, function: Callable, values: Sequence[Any]) -> Any:
@@ -77,8 +83,8 @@ def candidate_signatures(function: FunctionType, skipped: int = 0) -> Iterator[S
         yield signature
 
 
-def _reads(function: FunctionType, name: str) -> bool:
-    """Tell whether the code of a function reads one of its variables."""
+def _names_read(function: FunctionType) -> set[str]:
+    """Return the names of variables that the code of a function reads."""
     steps = dis.get_instructions(inspect.unwrap(function))
     read = [step.argval for step in steps if step.opname.startswith("LOAD_")]
-    return any(name == each or (isinstance(each, tuple) and name in each) for each in read)
+    return {name for each in read for name in (each if isinstance(each, tuple) else (each,)) if isinstance(name, str)}

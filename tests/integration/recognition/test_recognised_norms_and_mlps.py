@@ -206,7 +206,7 @@ def test_of_a_gate_that_no_operator_takes_the_report_says_so(registered) -> None
 @pytest.mark.parametrize(
     ("like", "seen"),
     [
-        ("EpsOutside", "no norm over the last dimension with an eps inside"),
+        ("EpsOutside", "no known norm over the last dimension with an eps inside"),
         ("DetachedMean", "its gradients"),
         ("NotInHalf", "it rounds where no kernel does"),
         ("OneOperator", "torch's layer norm is one operator already"),

@@ -33,8 +33,8 @@ _LEAST_LENGTH = 1e-12  # torch's default: what is as short is a zero that was ro
 _CASTS = {"to", "_to_copy"}
 _IN_ONE_OPERATOR = {"native_layer_norm"}
 # what norms are seen to do that none does which is known, each farther on than the one before
-_OTHER_MEAN = "its numbers are those of no norm over the last dimension with an eps inside the root"
-_OTHER_NUMBERS = "its gradients, or its numbers at some magnitude, are those of no norm"
+_OTHER_MEAN = "its numbers are those of no known norm over the last dimension with an eps inside the root"
+_OTHER_NUMBERS = "its gradients, or its numbers at some magnitude, are those of no known norm"
 _OTHER_CALLS = "it takes what no norm takes"
 _OTHER_LIMITS = "it limits lengths in another way"
 _OTHER_ROUNDINGS = "it rounds where no kernel does"

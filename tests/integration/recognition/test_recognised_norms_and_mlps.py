@@ -31,13 +31,21 @@ from tests.integration.recognition.spellings.other_peoples_longer_mlps import (
     DroppingInTheEnd,
     Viewed,
 )
-from tests.integration.recognition.spellings.other_peoples_mlps import INNER, PLAIN_MLPS, Helped, MetaMLP, Packed
+from tests.integration.recognition.spellings.other_peoples_mlps import (
+    INNER,
+    PLAIN_MLPS,
+    Helped,
+    MetaMLP,
+    MLPOfRows,
+    Packed,
+)
 from tests.integration.recognition.spellings.other_peoples_norms import (
     RMS_NORMS,
     WIDTH,
     DecoratedNorm,
     MetaNorm,
     NormOfConstants,
+    NormOfHeads,
     NormOfThreeDimensions,
     ResidualNorm,
     UnitLengthNorm,
@@ -179,6 +187,15 @@ def test_a_weight_with_more_dimensions_than_what_it_scales_adds_them(registered)
     torch.testing.assert_close(model(x.npu()).cpu(), NormOfThreeDimensions()(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("cls", [NormOfHeads, MLPOfRows])
+def test_what_its_forward_takes_apart_by_its_width_is_left_to_that(registered, cls: type[nn.Module]) -> None:
+    plain = Block(cls()).eval()
+    model, x = kernels_ext_npu.kernelize(copy.deepcopy(plain).to("npu")), torch.randn(2, 5, 3 * WIDTH)
+    assert said(model) == [("RMSNorm" if cls is NormOfHeads else "SwiGLUMLP", True)]
+    with torch.no_grad():
+        torch.testing.assert_close(model(x.npu()).cpu(), plain(x), rtol=1e-5, atol=1e-5)
+
+
 def test_of_a_gate_that_no_operator_takes_the_report_says_so(registered) -> None:
     model = kernels_ext_npu.kernelize(Block(PackedUpFirst()).to("npu"))
     (row,) = (row for row in rows(model, "gated MLPs") if row.path == "part")
@@ -189,7 +206,7 @@ def test_of_a_gate_that_no_operator_takes_the_report_says_so(registered) -> None
 @pytest.mark.parametrize(
     ("like", "seen"),
     [
-        ("EpsOutside", "no norm over the last dimension with an eps inside"),
+        ("EpsOutside", "no known norm over the last dimension with an eps inside"),
         ("DetachedMean", "its gradients"),
         ("NotInHalf", "it rounds where no kernel does"),
         ("OneOperator", "torch's layer norm is one operator already"),

@@ -110,6 +110,23 @@ def test_what_is_given_beside_a_tensor_is_left_to_the_class(registered) -> None:
     assert launched(lambda: model.part(x, sort=True), OPERATORS) == 0
 
 
+@torch.no_grad()
+def test_rows_that_its_forward_takes_apart_by_their_width_are_left_to_that(registered) -> None:
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH) / 16)
+
+        def forward(self, x):
+            weights, experts = F.linear(x.view(-1, WIDTH), self.weight).softmax(-1).topk(2)
+            return weights, experts
+
+    model = kernels_ext_npu.kernelize(Block(Gate()).to("npu").eval())
+    x = torch.randn(3, 2 * WIDTH, device="npu")
+    assert said(model) == [("SoftmaxTopKRouter", True)]
+    torch.testing.assert_close(model.part(x), Gate.forward(model.part, x), rtol=1e-5, atol=1e-6)
+
+
 def test_groups_that_rarely_matter_are_seen(registered) -> None:
     class RareGroups(nn.Module):
         n_parts, parts_kept = 8, 7

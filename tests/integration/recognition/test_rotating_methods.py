@@ -73,6 +73,15 @@ class OfItsBase(BySettings):
     """Has the method from another class."""
 
 
+class ByAnglesFirst(ByHalves):
+    def apply_rotary_pos_emb(self, sin, cos, t):
+        return ((t * cos) + (self.rotate_half(t) * sin)).to(t.dtype)
+
+    def turn(self, q, k):
+        both = torch.cat((self.angles, self.angles), -1)[None, None]
+        return tuple(self.apply_rotary_pos_emb(both.sin(), both.cos(), t) for t in (q, k))
+
+
 class ByItsBuffer(Attention):
     def apply_rotary(self, x):
         first, second = x.chunk(2, -1)
@@ -96,7 +105,7 @@ class FromBothEnds(BySettings):
         return x * cos.repeat(1, 1, 1, 2) + x.flip(-1) * sin.repeat(1, 1, 1, 2)
 
 
-SERVED = {ByHalves: "RotaryPosEmb", ByNeighbours: INTERLEAVED, BySettings: "RotaryPosEmb", OfItsBase: "RotaryPosEmb"}
+SERVED = {ByNeighbours: INTERLEAVED, **dict.fromkeys((ByHalves, BySettings, OfItsBase, ByAnglesFirst), "RotaryPosEmb")}
 LEFT = {
     ByItsBuffer: "it is a method that reads more of its module than settings",
     Counting: "no kernel computes what it computes",

@@ -134,7 +134,7 @@ class Form:
         if self.width is not None:
             sizes["R"] = self.width
         elif "R" not in sizes:
-            sizes["R"] = 2 * sizes["H"] if "H" in sizes else sizes["W"] // 2
+            sizes["R"] = 2 * sizes["H"] if "H" in sizes else sizes["W"] // 2 if "W" in sizes else sizes["D"]
         return sizes
 
     def asked_shape(self, values: Sequence[Any]) -> list[int]:
@@ -151,7 +151,7 @@ class Form:
         def tensor(given: Given, dtype: torch.dtype) -> Tensor:
             shape = [dim if isinstance(dim, int) else sizes[dim] for dim in given.dims]
             if given.kind == "index":
-                return torch.randint(sizes["T"], shape)
+                return torch.randint(1, sizes["T"], shape)  # at the first one nothing may be rotated
             if given.kind == "complex":
                 dtype = torch.complex128 if dtype is torch.float64 else torch.complex64
             wide = torch.complex128 if dtype.is_complex else torch.float64
@@ -254,7 +254,7 @@ def ranks(values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _tables() -> Iterator[tuple[Given, ...]]:
-    """Yield what may hold the angles: cos and sin, or both in one, with positions that choose rows of them or not."""
+    """Yield what may hold the angles: cos and sin, or both in one, with positions that choose rows or not, or these."""
     for rows in _ROWS:
         forms: list[tuple[Given, ...]] = []
         for width in _WIDTHS:
@@ -267,3 +267,4 @@ def _tables() -> Iterator[tuple[Given, ...]]:
             chosen = [(form, Given(positions, "index")) for form in forms for positions in _POSITIONS]
             yield from ((*form, positions) for form, positions in chosen)
             yield from ((positions, *form) for form, positions in chosen)
+    yield from ((Given(positions, "index"),) for positions in _POSITIONS)

@@ -10,11 +10,10 @@ position and at several, and in 16 bits.
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from kernels_ext_npu.recognition.function_settings import CONSTANTS, Setting, ho
 from kernels_ext_npu.recognition.rotations.asked_lengths import asked_lengths
 from kernels_ext_npu.recognition.rotations.forms import NUMBER, Form, Settings, candidate_forms, ranks
 from kernels_ext_npu.recognition.rotations.pairs import PAIRINGS, Pairing, rotary_mul
-from kernels_ext_npu.recognition.rotations.signatures import Signature, TableFirst
+from kernels_ext_npu.recognition.rotations.signatures import Signature, candidate_signatures
 from kernels_ext_npu.recognition.watched_runs import ANYTHING, NotRecognisedError, Watched, are_same, is_close, isolated
 
 _OTHER_SIZES = ({"B": 1, "N": 1, "M": 1, "S": 1}, {"S": 1}, {"B": 1, "T": 7, "P": 0})
@@ -197,6 +196,7 @@ def make_question(pairing: Pairing, width: int, size: int, dtype: torch.dtype, d
     return nn.functional.pad(ones, (0, size - width))
 
 
+_Found = TypeVar("_Found", bound=Rotation)
 _known: dict[FunctionType, Rotation | None] = {}
 
 
@@ -204,14 +204,17 @@ def find_rotation(function: FunctionType) -> Rotation | None:
     """Return how a function rotates, without a layer if it does something else; None if it cannot be run for a try."""
     known = _known.get(function)
     if function not in _known or (known is not None and not known.holds()):
-        signature, settings = Signature(function), read_globals(function)
-        is_plain = signature.is_plain and signature.positional == len(signature.names)
-        known = Rotation(function, signature, settings) if is_plain and settings is not None else None
-        if known is not None and not known.layer and signature.defaults[:2] == [inspect.Parameter.empty] * 2:
-            other = Rotation(function, TableFirst(function), known.settings)
-            known = other if other.layer else known
+        settings = read_globals(function)
+        signatures = () if settings is None else candidate_signatures(function)
+        known = first_served(Rotation(function, each, settings) for each in signatures)  # type: ignore[arg-type]
         _known[function] = known
     return known
+
+
+def first_served(found: Iterator[_Found]) -> _Found | None:
+    """Return the first that has a layer; the first of all if none has."""
+    first = next(found, None)
+    return first if first is None or first.layer else next((each for each in found if each.layer), first)
 
 
 def _run(function: Callable, form: Form, values: Sequence[Any], called: set[str] | None = None) -> list[Tensor]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from kernels_ext_npu.recognition.function_settings import CONSTANTS, own_method, read_globals
-from kernels_ext_npu.recognition.rotations.functions import Rotation, find_rotation
-from kernels_ext_npu.recognition.rotations.signatures import Signature
+from kernels_ext_npu.recognition.function_settings import CONSTANTS, Setting, own_method, read_globals
+from kernels_ext_npu.recognition.rotations.functions import Rotation, find_rotation, first_served
+from kernels_ext_npu.recognition.rotations.signatures import Signature, candidate_signatures
 from kernels_ext_npu.recognition.watched_runs import NotRecognisedError
 from kernels_ext_npu.syntax.source_tree import code_names
 
@@ -23,7 +23,14 @@ Members = tuple[tuple[str, Any], ...]  # names and values
 class RotatingMethod(Rotation):
     """A method that rotates, of modules with some settings."""
 
-    def __init__(self, cls: type[nn.Module], method: FunctionType, members: Members) -> None:
+    def __init__(
+        self,
+        cls: type[nn.Module],
+        method: FunctionType,
+        members: Members,
+        signature: Signature,
+        settings: tuple[Setting, ...],
+    ) -> None:
         plain: Any = object.__new__(cls)
         held = vars(nn.Module()) | dict(members)
         plain.__dict__.update(held)
@@ -34,9 +41,8 @@ class RotatingMethod(Rotation):
                 raise NotRecognisedError("it writes to its members")
             return result
 
-        settings = read_globals(method, cls)
-        super().__init__(function, Signature(method, 1), settings or ())
-        self.members, self.is_readable = members, settings is not None
+        super().__init__(function, signature, settings)
+        self.members = members
 
     def fits(self, *modules: Any) -> bool:
         """Tell whether a module has the settings that the method was read with."""
@@ -45,7 +51,7 @@ class RotatingMethod(Rotation):
         return self.holds() and all(type(each) is type(value) and each == value for each, value in found)
 
 
-_known: dict[tuple[FunctionType, Members], RotatingMethod] = {}
+_known: dict[tuple[FunctionType, Members], RotatingMethod | None] = {}
 
 
 def find_rotating_method(module: nn.Module, method: FunctionType | staticmethod) -> Rotation | None:
@@ -58,11 +64,13 @@ def find_rotating_method(module: nn.Module, method: FunctionType | staticmethod)
     if (members := _members_read(module, method)) is None:
         return None
     key = method, members
-    if key not in _known or not _known[key].holds():
-        _known[key] = RotatingMethod(type(module), method, members)
-    found = _known[key]
-    is_plain = found.signature.is_plain and found.signature.positional == len(found.signature.names)
-    return found if is_plain and found.is_readable else None
+    known = _known.get(key)
+    if key not in _known or (known is not None and not known.holds()):
+        cls: Any = type(module)
+        settings = read_globals(method, cls)
+        signatures = () if settings is None else candidate_signatures(method, 1)
+        _known[key] = first_served(RotatingMethod(cls, method, members, each, settings) for each in signatures)  # type: ignore[arg-type]
+    return _known[key]
 
 
 def _members_read(module: nn.Module, method: FunctionType) -> Members | None:

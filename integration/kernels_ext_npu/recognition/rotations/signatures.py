@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -12,62 +13,78 @@ from typing import Any
 class Signature:
     """The parameters of a function, and their defaults; those that have to be named come last.
 
-    Any others that a function takes, and does not read, are left out of calls.
+    What a function takes and does not read is left out of calls, or is its default. Values have what is rotated first.
+
+    Args:
+        function: whose parameters they are.
+        skipped: how many it has that are no part of a call.
+        angles: how many that hold angles are in front of what is rotated.
 
     Attributes:
         names: of the parameters.
-        defaults: of them.
+        defaults: of them; None of those that it does not read.
         positional: how many may be given without a name.
+        required: how many of the first have no default, and are no whole numbers.
         dimensions: the places of those that are whole numbers without a default.
         is_plain: whether it reads no others, and no default can be written to.
     """
 
-    def __init__(self, function: FunctionType, skipped: int = 0) -> None:
+    def __init__(self, function: FunctionType, skipped: int = 0, angles: int = 0) -> None:
         everything = list(inspect.signature(function).parameters.values())[skipped:]
         others = [p for p in everything if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         parameters = [p for p in everything if p not in others]
+        read = _names_read(function)
+        self._own = [p.default for p in parameters]
+        parameters = [p if p.name in read else p.replace(default=None, annotation=p.empty) for p in parameters]
         self.names = [p.name for p in parameters]
         self.defaults = [p.default for p in parameters]
+        self._unread = [place for place, name in enumerate(self.names) if name not in read]
         self.positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
         whole = [p.default is p.empty and p.annotation in (int, "int") for p in parameters]
+        tensors = (p.default is p.empty and not is_whole for p, is_whole in zip(parameters, whole))
+        self.required, self._angles = sum(itertools.takewhile(bool, tensors)), angles
         self.dimensions = [place for place, is_whole in enumerate(whole) if is_whole]
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in others)
         self.is_plain = all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
-        self.is_plain &= not any(_reads(function, p.name) for p in others)
+        self.is_plain &= read.isdisjoint(p.name for p in others)
         self.is_plain &= not any(isinstance(default, (dict, list, set)) for default in self.defaults)
 
     def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
-        """Return what each parameter is given in a call; None if the function would refuse it."""
-        values = [*args, *self.defaults[len(args) :]]
+        """Return what each parameter is given in a call, rotated first; None if the function would refuse it."""
+        values = [*args, *self._own[len(args) :]]
         for name, value in kwargs.items():
             if name in self.names[len(args) :]:
                 values[self.names.index(name)] = value
             elif name in self.names or not self._takes_any:
                 return None
         is_whole = len(args) <= self.positional and all(value is not inspect.Parameter.empty for value in values)
-        return values if is_whole else None
+        for place in self._unread if is_whole else ():
+            values[place] = self.defaults[place]
+        return [*self._turn(values, self._angles)] if is_whole else None
 
     def call(self, function: Callable, values: Sequence[Any]) -> Any:
-        """Call a function with what each parameter is given, and leave what is beyond that."""
+        """Call a function with what each parameter is given, rotated first, and leave what is beyond that."""
+        values = self._turn(values, self.required - self._angles)
         named = dict(zip(self.names[self.positional :], values[self.positional :]))
         return function(*values[: self.positional], **named)
 
-
-class TableFirst(Signature):
-    """The parameters of a function whose second is rotated, and whose first holds the angles: in the other order."""
-
-    def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
-        """Return what each parameter is given in a call; None if the function would refuse it."""
-        found = super().values(args, kwargs)
-        return None if found is None else [found[1], found[0], *found[2:]]
-
-    def call(self, function: Callable, values: Sequence[Any]) -> Any:
-        """Call a function with what each parameter is given."""
-        return super().call(function, [values[1], values[0], *values[2:]])
+    def _turn(self, values: Sequence[Any], count: int) -> Sequence[Any]:
+        """Return values with the first of them behind the others that are required."""
+        return (*values[count : self.required], *values[:count], *values[self.required :]) if self._angles else values
 
 
-def _reads(function: FunctionType, name: str) -> bool:
-    """Tell whether the code of a function reads one of its variables."""
+def candidate_signatures(function: FunctionType, skipped: int = 0) -> Iterator[Signature]:
+    """Yield the parameters of a function, with what is rotated first or behind its angles; none if some need names."""
+    for angles in range(3):
+        signature = Signature(function, skipped, angles)
+        is_positional = signature.is_plain and signature.positional == len(signature.names)
+        if not is_positional or (angles and signature.required <= angles):
+            return
+        yield signature
+
+
+def _names_read(function: FunctionType) -> set[str]:
+    """Return the names of variables that the code of a function reads."""
     steps = dis.get_instructions(inspect.unwrap(function))
     read = [step.argval for step in steps if step.opname.startswith("LOAD_")]
-    return any(name == each or (isinstance(each, tuple) and name in each) for each in read)
+    return {name for each in read for name in (each if isinstance(each, tuple) else (each,)) if isinstance(name, str)}

@@ -52,7 +52,7 @@ def make_layer_forward(package: ModuleType, what: Recognised, matched: FunctionT
         is_aside = computed.wants_one_dtype and any(
             p is not None and p.dtype is not x.dtype for p in roles._parameters.values()
         )
-        if is_aside or x.dim() < computed.dims:
+        if is_aside or x.dim() < computed.dims or not roles.take(x):
             return matched(module, x, *others)
         y = layer(roles, _call(module, computed.ahead, x), *others)
         y = _call(module, computed.behind, y.to(x.dtype) if computed.casts_back else y)
@@ -105,6 +105,12 @@ class _Roles:
             role, steps = computed.between
             self._modules[role] = self._between(steps, dropouts)
         vars(self).update(self._parameters, **self._modules, **dict(computed.numbers))
+
+    def take(self, x: Tensor) -> bool:
+        """Tell whether a tensor is as wide as the weights: a forward may take another one apart, such as into heads."""
+        weight, first = self._parameters.get("weight"), next(iter(self._modules.values()), None)
+        width = getattr(first, "in_features", None) if weight is None else weight.numel()
+        return width is None or width == x.shape[-1]  # torch.compile does not find a size in a tuple
 
     def _between(self, steps: Steps, dropouts: dict[bool, nn.Module]) -> Any:
         if len(steps) > 1:

@@ -37,6 +37,7 @@ def make_router_forward(package: ModuleType, router: Router, matched: FunctionTy
     """
     known = {(dtypes.x, dtypes.weight): dtypes for dtypes in router.dtypes}
     choose = choose_by(package, router.gating, router.bias is not None)
+    at = 0 if router.is_transposed else -1  # where in its shape the weight has the width
     dims = frozenset(router.dims)  # torch.compile takes numbers in a tuple for sizes that are not known
 
     def forward(self: nn.Module, x: Tensor) -> Any:
@@ -45,7 +46,7 @@ def make_router_forward(package: ModuleType, router: Router, matched: FunctionTy
         is_aside = self.training and not router.trains
         if not router.has_gradient and torch.is_grad_enabled():
             is_aside |= any(each.requires_grad for each in (x, *self.parameters()))
-        if dtypes is None or x.dim() not in dims or is_aside:
+        if dtypes is None or x.dim() not in dims or x.shape[-1] != weight.shape[at] or is_aside:
             return matched(self, x)
         rows = x.reshape(-1, x.shape[-1])
         offset, bias = (None if path is None else _at(self, path) for path in (router.offset, router.bias))

@@ -27,6 +27,14 @@ class MetaMLP(Projected):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+class MLPOfRows(Projected):
+    """Takes rows side by side too."""
+
+    def forward(self, x):
+        rows = x.reshape(-1, WIDTH)
+        return self.w2(F.silu(self.w1(rows)) * self.w3(rows)).view(x.shape)
+
+
 class UpFirst(Projected):
     def forward(self, x):
         up = self.w1(x)

@@ -148,6 +148,14 @@ class NormOfConstants(Scaled):
         return (x.float() * torch.rsqrt(_mean_of_squares(x))).type_as(x) * self.gain
 
 
+class NormOfHeads(Scaled):
+    """Takes heads side by side too."""
+
+    def forward(self, x):
+        heads = x.reshape(-1, WIDTH)
+        return (heads * torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + self.epsilon) * self.gain).view(x.shape)
+
+
 class PromotedNorm(Scaled):
     """Asks torch for the widest dtype, and rounds the product of weight and root."""
 

@@ -27,6 +27,23 @@ def apply_rotary_llama(q, k, cos, sin, position_ids, unsqueeze_dim=1):
     return (q * cos) + (rotate_half(q) * sin), (k * cos) + (rotate_half(k) * sin)
 
 
+def apply_rotary_without_positions(q, k, cos, sin, position_ids, unsqueeze_dim=1):
+    """Takes positions, as other models give them to it, and reads none."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim).float(), sin.unsqueeze(unsqueeze_dim).float()
+    results = [(x.float() * cos + rotate_half(x.float()) * sin).to(x.dtype) for x in (q, k)]
+    return results[0], results[1]
+
+
+def apply_rope_by_positions(x, positions, max_wavelength=10_000):
+    """Makes the angles of its positions itself."""
+    half = x.shape[-1] // 2
+    timescale = max_wavelength ** ((2.0 / x.shape[-1]) * torch.arange(half, dtype=torch.float32, device=x.device))
+    radians = (positions[..., None].float() / timescale[None, None, :])[..., None, :]
+    first, second = x.float().split(half, dim=-1)
+    cos, sin = radians.cos(), radians.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
 def apply_rotary_baichuan(q, k, cos_, sin_, position_ids):
     cos = cos_.squeeze(1).squeeze(0)
     sin = sin_.squeeze(1).squeeze(0)
@@ -411,6 +428,8 @@ def units(*shape: int) -> Tensor:
 SERVED = {
     "apply_rotary_old_llama": ("RotaryPosEmb", lambda: (*_qk(), table(1, 1, T, D), table(1, 1, T, D), _positions())),
     "apply_rotary_llama": ("RotaryPosEmb", lambda: (*_qk(), table(T, D), table(T, D), _positions())),
+    "apply_rotary_without_positions": ("RotaryPosEmb", lambda: (*_qk(), table(B, S, D), table(B, S, D), _positions())),
+    "apply_rope_by_positions": ("RotaryPosEmb", lambda: (heads(N, False), _positions())),
     "apply_rotary_baichuan": ("RotaryPosEmb", lambda: (*_qk(), table(1, 1, T, D), table(1, 1, T, D), _positions())),
     "apply_rotary_meta": ("RotaryPosEmbInterleaved", lambda: (*_qk(False), units(S, D // 2))),
     "apply_rope_kimi": ("RotaryPosEmbInterleaved", lambda: (*(x[0] for x in _qk(False)), units(S, D // 2))),

@@ -16,9 +16,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from kernels_ext_npu.module_state import written_class
+from kernels_ext_npu.recognition.function_settings import CONSTANTS
 from kernels_ext_npu.syntax.source_tree import code_names
 
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
+_PLAIN = (*CONSTANTS, torch.Size)
 _LIBRARIES = ("torch", "transformers", "builtins", "math")
 _OWN_TO_TORCH = {*vars(nn.Module()), "training"}
 _MODULE_METHODS = vars(nn.Module).keys()
@@ -113,7 +114,7 @@ def numbers(module: nn.Module, kind: type | tuple[type, ...] = (int, float)) -> 
 
 def is_setting(value: Any) -> bool:
     """Tell whether a value is one that does not change by itself: a number, a string, a function, or some of these."""
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) or type(value) is list:
         return all(map(is_setting, value))
     if type(value) is functools.partial:
         return is_setting((value.func, *value.args, *value.keywords.values()))
@@ -133,7 +134,9 @@ def is_plain(value: Any) -> bool:
 
 
 def _frozen(value: Any) -> Any:
-    """Return a setting as what can be compared: of a partial function what it was made of."""
+    """Return a setting as what can be compared: of a list, and of a partial function, what is in it."""
+    if type(value) is list:
+        return list, *map(_frozen, value)
     if type(value) is not functools.partial:
         return value
     return value.func, value.args, *sorted(value.keywords.items())

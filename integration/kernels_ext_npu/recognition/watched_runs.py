@@ -150,8 +150,9 @@ def _autocast_devices() -> tuple[str, ...]:
 def stand_in(module: nn.Module, members: dict[str, Any]) -> nn.Module:
     """Return an instance of a module's class with other members."""
     made: Any = object.__new__(type(module))
-    own = {name: copy.copy(value) if is_config(value) else value for name, value in vars(module).items()}
-    made.__dict__.update({name: value for name, value in own.items() if name != "forward"} | members)
+    own = {name: value for name, value in vars(module).items() if name != "forward"}
+    copied = {name: copy.copy(value) for name, value in own.items() if is_config(value) or type(value) is list}
+    made.__dict__.update(own | copied | members)
     return made
 
 
@@ -243,10 +244,10 @@ def run(
 
 
 def _snapshot(module: nn.Module) -> dict[str, Any]:
-    """Return what a module holds, and what its configurations and dictionaries do."""
+    """Return what a module holds, and what its configurations, dictionaries and lists do."""
     members = vars(module)
     configs = {name: dict(vars(value)) for name, value in members.items() if is_config(value)}
-    return {name: dict(value) if type(value) is dict else value for name, value in members.items()} | configs
+    return members | {name: value.copy() for name, value in members.items() if type(value) in (dict, list)} | configs
 
 
 def check_sizes(call: Callable[[Tensor], Tensor], *sizes: int) -> None:

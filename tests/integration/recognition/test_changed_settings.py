@@ -1,8 +1,11 @@
 """What a module was recognised by is watched: with other settings its class computes."""
 
+import enum
 from argparse import Namespace
+from collections.abc import Callable
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -247,6 +250,58 @@ class NormOfArguments(MetaNorm):
 
     def forward(self, x):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.args.epsilon) * self.gain
+
+
+class NormOfALayout(MetaNorm):
+    """Holds what it reads as lists, members of an enumeration and numbers of numpy."""
+
+    class Side(enum.Enum):
+        BOTH = 1
+        NONE = 2
+
+    def __init__(self):
+        super().__init__()
+        self.dims, self.side, self.epsilon = [-1], self.Side.BOTH, numpy.float64(1e-5)
+
+    def forward(self, x):
+        wide = x.float() if self.side is self.Side.BOTH else 2 * x.float()
+        return self.gain * (wide * torch.rsqrt(wide.square().mean(self.dims, keepdim=True) + self.epsilon)).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda part: part.dims.append(-2),
+        lambda part: setattr(part, "side", part.Side.NONE),
+        lambda part: setattr(part, "epsilon", numpy.float64(0.5)),
+    ],
+    ids=["list", "enumeration", "numpy"],
+)
+def test_lists_enumerations_and_numbers_of_numpy_are_settings(registered, change: Callable) -> None:
+    model = kernels_ext_npu.kernelize(Block(NormOfALayout()).to("npu"))
+    x = torch.randn(2, 5, WIDTH, device="npu")
+    assert launched(lambda: model(x)) == 1
+    change(model.part)
+    assert launched(lambda: model(x)) == 0
+    torch.testing.assert_close(model(x), NormOfALayout.forward(model.part, x))
+
+
+class NormThatNotes(MetaNorm):
+    def __init__(self):
+        super().__init__()
+        self.lengths = []
+
+    def forward(self, x):
+        self.lengths.append(x.shape[1])
+        return super().forward(x)
+
+
+def test_a_list_that_a_forward_writes_to_is_left_as_it_is(registered) -> None:
+    model = kernels_ext_npu.kernelize(Block(NormThatNotes()).to("npu"))
+    assert model.part.lengths == []
+    assert said(model) == [(None, False)]
+    model(torch.randn(2, 5, WIDTH, device="npu"))
+    assert model.part.lengths == [5]
 
 
 def test_arguments_of_a_command_line_are_settings(registered) -> None:

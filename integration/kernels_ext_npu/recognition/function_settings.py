@@ -6,7 +6,6 @@ import enum
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
@@ -16,7 +15,7 @@ from kernels_ext_npu.transformers_internals import cells, is_kernel_function, or
 Setting = tuple[dict[str, Any], str, Any]  # globals, a name in them, and what it was
 _PURE = ("torch", "einops")  # libraries whose functions read nothing that changes
 IN_PLACE = "_kernels_in_place_of"  # attribute of a method of ours: the one of the class
-CONSTANTS = (bool, int, float, str, type(None), torch.dtype, enum.Enum, numpy.generic)
+CONSTANTS = (bool, int, float, str, type(None), torch.dtype, enum.Enum)
 
 
 def read_globals(function: FunctionType, cls: type = object) -> tuple[Setting, ...] | None:

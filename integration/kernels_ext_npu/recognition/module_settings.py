@@ -11,6 +11,7 @@ from itertools import chain
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
@@ -20,6 +21,7 @@ from kernels_ext_npu.recognition.function_settings import CONSTANTS
 from kernels_ext_npu.syntax.source_tree import code_names
 
 _PLAIN = (*CONSTANTS, torch.Size)
+CONTAINERS = (list, dict)  # of settings
 _LIBRARIES = ("torch", "transformers", "builtins", "math")
 _OWN_TO_TORCH = {*vars(nn.Module()), "training"}
 _MODULE_METHODS = vars(nn.Module).keys()
@@ -114,8 +116,8 @@ def numbers(module: nn.Module, kind: type | tuple[type, ...] = (int, float)) -> 
 
 def is_setting(value: Any) -> bool:
     """Tell whether a value is one that does not change by itself: a number, a string, a function, or some of these."""
-    if isinstance(value, tuple) or type(value) is list:
-        return all(map(is_setting, value))
+    if isinstance(value, tuple) or type(value) in CONTAINERS:
+        return all(map(is_setting, value.values() if type(value) is dict else value))
     if type(value) is functools.partial:
         return is_setting((value.func, *value.args, *value.keywords.values()))
     is_function = isinstance(value, FunctionType) and (value.__closure__ is None or value.__module__[:6] == "torch.")
@@ -129,14 +131,17 @@ def is_config(value: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Tell whether a value is a constant: a number, a string, a dtype or a size."""
-    return isinstance(value, _PLAIN)
+    """Tell whether a value is a constant: a number, a string, a dtype or a size.
+
+    Numbers of numpy are tensors in a graph, which could not be compared there.
+    """
+    return isinstance(value, _PLAIN) and not isinstance(value, numpy.generic)
 
 
 def _frozen(value: Any) -> Any:
-    """Return a setting as what can be compared: of a list, and of a partial function, what is in it."""
-    if type(value) is list:
-        return list, *map(_frozen, value)
+    """Return a setting as what can be compared: of a container, and of a partial function, what is in it."""
+    if type(value) in CONTAINERS:
+        return type(value), *map(_frozen, value.items() if type(value) is dict else value)
     if type(value) is not functools.partial:
         return value
     return value.func, value.args, *sorted(value.keywords.items())

@@ -253,7 +253,7 @@ class NormOfArguments(MetaNorm):
 
 
 class NormOfALayout(MetaNorm):
-    """Holds what it reads as lists, members of an enumeration and numbers of numpy."""
+    """Holds what it reads in lists and dictionaries, and as a member of an enumeration."""
 
     class Side(enum.Enum):
         BOTH = 1
@@ -261,10 +261,10 @@ class NormOfALayout(MetaNorm):
 
     def __init__(self):
         super().__init__()
-        self.dims, self.side, self.epsilon = [-1], self.Side.BOTH, numpy.float64(1e-5)
+        self.dims, self.side, self.factors = [-1], self.Side.BOTH, {"of x": 1.0}
 
     def forward(self, x):
-        wide = x.float() if self.side is self.Side.BOTH else 2 * x.float()
+        wide = self.factors["of x"] * (x.float() if self.side is self.Side.BOTH else 2 * x.float())
         return self.gain * (wide * torch.rsqrt(wide.square().mean(self.dims, keepdim=True) + self.epsilon)).to(x.dtype)
 
 
@@ -272,18 +272,28 @@ class NormOfALayout(MetaNorm):
     "change",
     [
         lambda part: part.dims.append(-2),
+        lambda part: part.factors.update({"of x": 0.01}),
         lambda part: setattr(part, "side", part.Side.NONE),
-        lambda part: setattr(part, "epsilon", numpy.float64(0.5)),
     ],
-    ids=["list", "enumeration", "numpy"],
+    ids=["list", "dictionary", "enumeration"],
 )
-def test_lists_enumerations_and_numbers_of_numpy_are_settings(registered, change: Callable) -> None:
+def test_containers_and_enumerations_are_settings(registered, change: Callable) -> None:
     model = kernels_ext_npu.kernelize(Block(NormOfALayout()).to("npu"))
     x = torch.randn(2, 5, WIDTH, device="npu")
     assert launched(lambda: model(x)) == 1
     change(model.part)
     assert launched(lambda: model(x)) == 0
     torch.testing.assert_close(model(x), NormOfALayout.forward(model.part, x))
+
+
+def test_a_number_of_numpy_is_left_to_the_class_which_compiles_with_it(registered) -> None:
+    norm = MetaNorm()
+    norm.epsilon = numpy.float64(1e-5)
+    model = kernels_ext_npu.kernelize(Block(norm).to("npu"))
+    x = torch.randn(2, 5, WIDTH, device="npu")
+    found = torch.compile(model, backend="eager", fullgraph=True)(x)
+    torch.testing.assert_close(found, MetaNorm.forward(model.part, x))
+    assert launched(lambda: model(x)) == 0
 
 
 class NormThatNotes(MetaNorm):

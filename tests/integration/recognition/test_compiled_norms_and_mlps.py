@@ -53,7 +53,7 @@ from tests.integration.recognition.spellings.other_peoples_norms import (
     PlainNorm,
     TupleNorm,
 )
-from tests.integration.recognition.test_changed_settings import Constants, NormOfAClass, NormOfANamespace
+from tests.integration.recognition.test_changed_settings import Constants, NormOfAClass, NormOfALayout, NormOfANamespace
 from tests.integration.recognition.test_recognised_norms_and_mlps import SERVED, TORCH_OPERATORS
 
 # the others wait for a long run
@@ -154,6 +154,8 @@ CHANGES = {
     "what it looked for": (OfItsClass, put("factor", 2.0)),
     "what nobody reads": (OfItsClass, put("note", 2.0)),
     "numbers in a tuple": (OfItsClass, put("powers", (3, 2))),
+    "a list": (NormOfALayout, lambda patch, part: part.dims.append(-2)),
+    "a dictionary": (NormOfALayout, lambda patch, part: part.factors.update({"of x": 0.01})),
     "a parameter": (OfItsClass, give_bias),
     "the forward": (OfItsClass, put_on_class("forward", lambda self, x: 3 * x)),
     "a constant": (NormOfConstants, put_elsewhere(other_peoples_norms, "EPSILON", 0.5)),

@@ -1,0 +1,1 @@
+"""Operators of torch itself that kernels compute, wherever they are called, while kernels are registered."""

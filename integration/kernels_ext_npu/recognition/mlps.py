@@ -50,7 +50,7 @@ _NO_MLP = "what it gives is no product of a projection and of SiLU or GELU of an
 _OTHER_GATE = "it is gated by another function than SiLU or GELU"
 _GATE_LAST = Reason("no operator", "no operator: the gate is the second half, and the operator takes SiLU of the first")
 # activations that no layer has, by which an MLP may be gated all the same
-_OTHERS = frozenset({"relu", "leaky_relu", "elu", "softplus", "mish", "hardswish", "hardsigmoid"})
+_OTHERS = frozenset({"relu", "leaky_relu", "elu", "softplus", "mish", "hardswish", "hardsigmoid", "glu"})
 _HALVES = {"chunk", "split", "unbind", "narrow"}
 ACTIVATION_MODULES = {"SwiGLUMLP": nn.SiLU(), "GeGLUMLP": nn.GELU(approximate="tanh"), "ExactGeGLUMLP": nn.GELU()}
 _PLAIN = [_Formula(layer, lambda gate, up, act=act: act(gate) * up) for layer, act in _ACTIVATIONS.items()]  # type: ignore[misc]

@@ -214,6 +214,7 @@ def test_of_a_gate_that_no_operator_takes_the_report_says_so(registered) -> None
         ("Dropping", "it calls empty_like"),
         ("Counting", "it writes to"),
         ("ReluGated", "it is gated by another function than SiLU or GELU"),
+        ("GluGated", "it is gated by another function than SiLU or GELU"),
         ("SigmoidGated", "it is gated by another function than SiLU or GELU"),
         ("QuickGated", "no product of a projection and of SiLU or GELU"),
         ("ByLength", "it asks for sizes"),

@@ -14,6 +14,11 @@ class ReluGated(Projected):
         return self.w2(F.relu(self.w1(x)) * self.w3(x))
 
 
+class GluGated(Packed):
+    def forward(self, x):
+        return self.c_proj(F.glu(self.c_fc(x)))
+
+
 class ClampedAtSeven(Projected):
     def forward(self, x):
         return self.w2(F.silu(self.w1(x)).clamp(max=7) * self.w3(x))
@@ -322,7 +327,7 @@ class AddingWithoutAGradient(AddingWhatIsLeft):
 
 
 LIKE_MLPS = [
-    *(ReluGated, ClampedAtSeven, Squared, Added, Residual, SteeperGate, FirstToken, ByLength),
+    *(ReluGated, GluGated, ClampedAtSeven, Squared, Added, Residual, SteeperGate, FirstToken, ByLength),
     *(OtherwiseInHalf, Noisy, GatedTwice, ShiftedUp, HalvedGradient, PackedUpFirst, Interleaved),
     *(CastingByItself, CastingByDecorator, NeverCasting, OfFixedHalves),
     *(ClampedAtOneSide, ClampedByTwoLimits, ClampedFarAway, ClampedThrice, GateAlone, DroppedInTrainingBranch),

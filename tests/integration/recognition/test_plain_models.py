@@ -113,8 +113,11 @@ class Mixer(nn.Module):
 def test_attention_that_torch_computes_has_a_row_whatever_its_name(registered) -> None:
     model = kernels_ext_npu.kernelize(nn.ModuleDict({"mixer": Mixer(), "linear": nn.Linear(32, 32)}).to("npu"))
     (row,) = [row for row in rows(model) if row.path == "mixer"]
+    assert (row.kernel, row.swapped) == ("npu_flash_attention", True)
+    assert "torch's scaled_dot_product_attention, which is the kernel's until unregister()" in row.reason
+    kernels_ext_npu.unregister()
+    (row,) = [row for row in rows(model) if row.path == "mixer"]
     assert not row.swapped
-    assert "torch's scaled_dot_product_attention, which the kernel computes" in row.reason
 
 
 def of_jit(block: nn.Module) -> nn.Module:

@@ -22,6 +22,8 @@ from kernels_ext_npu.binding.patches import Patches
 
 _NAME = "scaled_dot_product_attention"
 _REPOSITORY = "FlashAttention"
+IS_REPLACED = hasattr(torch.library, "get_kernel")  # where torch gives what a kernel replaces: from 2.9 on
+IS_REPLACED = hasattr(torch.library, "get_kernel")  # from torch 2.9 on, which gives what a kernel replaces
 _KINDS = (Tensor, FakeTensor)  # of tensors that lie on one device, or would
 # what a mask of floats is a part of -> its version and the part that was read, and which keys a query sees by that
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -30,9 +32,9 @@ _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def install(patches: Patches) -> None:
     """Put ours in front of the operator's kernels until `patches` are undone.
 
-    Do nothing where the kernel was left out, or torch does not give what a kernel replaces, as before 2.9.
+    Do nothing where the kernel was left out.
     """
-    if not (registration.uses(_REPOSITORY) and hasattr(torch.library, "get_kernel")):
+    if not (IS_REPLACED and registration.uses(_REPOSITORY)):
         return
     library = torch.library.Library("aten", "IMPL")
     # autocast would cast a mask anew at each call

@@ -20,6 +20,7 @@ from kernels_ext_npu.binding import forward_binding, registration
 from kernels_ext_npu.binding.devices import compute_device, is_elsewhere
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.binding.registration import Registration
+from kernels_ext_npu.binding.torch_operators import sdpa
 from kernels_ext_npu.catalogue import ATTENTION, INDEXERS
 from kernels_ext_npu.matching.classification import BIASED, UNNAMED, calls_sdpa, without_code
 from kernels_ext_npu.reasons import Reason
@@ -37,10 +38,7 @@ from kernels_ext_npu.swaps.attention.eligibility import FLEX
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 from kernels_ext_npu.transformers_internals import sdpa_drops_biases
 
-BY_TORCH = Reason(
-    "torch",
-    "it calls torch's scaled_dot_product_attention, which the kernel computes while kernels are registered",
-)
+BY_TORCH = Reason("torch", "by torch's scaled_dot_product_attention, which is the kernel's until unregister()")
 LEARNED_BIAS = "it adds a learned bias to scores, which transformers' sdpa drops on NPUs"
 _DROPS_MASKS = "_attach_context_parallel_hooks"  # accelerate 1.15.0
 # methods of model classes that are replaced, each with what makes the replacement for a class that needs one
@@ -142,7 +140,7 @@ def _refusal(module: nn.Module) -> str | None:
     if indexers.is_indexer(module):
         return indexers.refusal(module)
     if not eligibility.calls_by_name(module):
-        return BY_TORCH if calls_sdpa(type(module)) else UNNAMED
+        return refusals.elsewhere(module) if sdpa.IS_REPLACED and calls_sdpa(type(module)) else UNNAMED
     if NPU_FLASH_ATTENTION.is_named_by(module.config):
         return None
     if not (eligibility.names_flex(module.config) or eligibility.serves_config(module.config)):  # type: ignore[arg-type]
@@ -159,6 +157,8 @@ def _remark(model: nn.Module, path: str, module: nn.Module) -> str | None:
         return refusals.bypassed_by(foreign)
     if is_elsewhere(module):
         return f"in torch, since it is on {compute_device(module)}"
+    if not eligibility.calls_by_name(module):
+        return BY_TORCH
     limit = eligibility.limit(module, *_dtype_and_softcap(module))
     if limit in (eligibility.IN_FLOAT64, eligibility.CAPPED, BIASED):  # with all scores in memory
         return f"in torch, {'where' if limit is BIASED else 'since'} {without_code(limit)}"

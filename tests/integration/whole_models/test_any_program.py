@@ -170,6 +170,7 @@ FOUND: list[tuple[str, list[tuple[Any, ...]]]] = [
           "encoder.block.0.layer.1.DenseReluDense.wo.weight", False),
          ("cast_to_bfloat16", 0)],
     ),
+    ("relative positions", [("wrap_a_forward", 0), ("cast_to_half", 0), ("call_without_labels", 0)]),
 ]  # fmt: skip
 
 

@@ -233,17 +233,17 @@ def run(
     own = {**module._parameters} if parameters is None else {**parameters}
     held = {**module._buffers} if buffers is None else {**buffers}
     made = stand_in(module, {"_parameters": own, "_modules": stand_ins, "_buffers": held, **mode})
-    before = _snapshot(made)
+    before = snapshot(made)
     tensors = [each for each in (*arguments, *own.values(), *held.values()) if each is not None]
     versions = [tensor._version for tensor in tensors]
     with watch:
         result = watch.tensor(type(module).forward(made, *arguments))
-    if _snapshot(made) != before or [tensor._version for tensor in tensors] != versions:
+    if snapshot(made) != before or [tensor._version for tensor in tensors] != versions:
         raise NotRecognisedError("it writes to what it is given, or to itself")
     return result
 
 
-def _snapshot(module: nn.Module) -> dict[str, Any]:
+def snapshot(module: nn.Module) -> dict[str, Any]:
     """Return what a module holds, and what its configurations, dictionaries and lists do."""
     members = vars(module)
     configs = {name: dict(vars(value)) for name, value in members.items() if is_config(value)}

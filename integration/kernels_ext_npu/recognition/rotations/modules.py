@@ -20,7 +20,7 @@ from kernels_ext_npu.recognition.module_settings import names_read, numbers
 from kernels_ext_npu.recognition.rotations.forms import forms_with
 from kernels_ext_npu.recognition.rotations.functions import Rotation
 from kernels_ext_npu.recognition.rotations.signatures import Signature
-from kernels_ext_npu.recognition.watched_runs import NotRecognisedError, stand_in
+from kernels_ext_npu.recognition.watched_runs import NotRecognisedError, snapshot, stand_in
 
 _ANGLES = {"cos", "polar"}  # which a module calls that holds no tensor
 
@@ -82,14 +82,10 @@ def _stand_in_function(module: nn.Module, names: tuple[str, ...], signature: Sig
         buffers = {name: tensors.pop(name, None) for name in buffer_names}
         # as a module has it that is trained or not, and torch then
         made = stand_in(plain, {"_buffers": buffers, "training": torch.is_grad_enabled(), **tensors})
-        before, held = dict(vars(made)), dict(buffers)
+        before = snapshot(made)
         result = signature.call(lambda *args, **kwargs: cls.forward(made, *args, **kwargs), values)
-        if not (_are_same(vars(made), before) and _are_same(buffers, held)):
+        if snapshot(made) != before:
             raise NotRecognisedError("it writes to its members")
         return result
 
     return function
-
-
-def _are_same(found: dict[str, Any], before: dict[str, Any]) -> bool:
-    return found.keys() == before.keys() and all(found[name] is value for name, value in before.items())

@@ -22,7 +22,6 @@ from kernels_ext_npu.binding.patches import Patches
 
 _NAME = "scaled_dot_product_attention"
 _REPOSITORY = "FlashAttention"
-IS_REPLACED = hasattr(torch.library, "get_kernel")  # where torch gives what a kernel replaces: from 2.9 on
 IS_REPLACED = hasattr(torch.library, "get_kernel")  # from torch 2.9 on, which gives what a kernel replaces
 _KINDS = (Tensor, FakeTensor)  # of tensors that lie on one device, or would
 # what a mask of floats is a part of -> its version and the part that was read, and which keys a query sees by that

@@ -16,7 +16,7 @@ import kernels_ext_npu
 from kernels_ext_npu.catalogue import REPOSITORIES
 from kernels_ext_npu.distribution import sources
 from tests.conftest import ROOT
-from tests.support import npu_counts
+from tests.support import npu_counts, zoo
 from tests.support.nearness import assert_near
 
 FUSED = "npu_fusion_attention"
@@ -203,6 +203,18 @@ def test_after_unregister_it_is_torchs_again() -> None:
     npu_counts.reset()
     F.scaled_dot_product_attention(q, k, v, padded_causal().to("npu"))
     assert fused_launches() == 0
+
+
+def test_a_restored_model_launches_what_it_does_without_kernels() -> None:
+    model = kernels_ext_npu.restore(kernels_ext_npu.kernelize(zoo.build("qwen3").to("npu")))
+    found = []
+    for _ in range(2):
+        npu_counts.reset()
+        model(**zoo.inputs("qwen3", model))
+        found.append(npu_counts.read())
+        kernels_ext_npu.unregister()
+    assert found[0] == found[1]
+    assert found[0]["logical_not"] == model.config.num_hidden_layers  # torch_npu inverts the mask in each layer
 
 
 def test_it_is_left_alone_without_the_kernel_of_attention() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ IS_REPLACED = hasattr(torch.library, "get_kernel")  # from torch 2.9 on, which g
 _KINDS = (Tensor, FakeTensor)  # of tensors that lie on one device, or would
 # what a mask of floats is a part of -> its version and the part that was read, and which keys a query sees by that
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_is_left: ContextVar[bool] = ContextVar("_is_left", default=False)
 
 
 def install(patches: Patches) -> None:
@@ -42,6 +44,17 @@ def install(patches: Patches) -> None:
             torchs = torch.library.get_kernel(f"aten::{_NAME}", key).call_boxed
             library.impl(_NAME, functools.partial(ours, torchs), key, with_keyset=True, allow_override=True)
     patches.at_the_end(library._destroy)
+
+
+def left_to_torch(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call a function in which the attention of torch is torch_npu's, as without kernels."""
+    if torch.compiler.is_compiling():  # where it is
+        return function(*args, **kwargs)
+    token = _is_left.set(True)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _is_left.reset(token)
 
 
 def _cast(
@@ -87,7 +100,11 @@ def _attend(
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> bool:
     """Tell whether the kernel takes such tensors, ``[B, N, S, D]``, and such a mask, and computes what torch does."""
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
-    if torch.compiler.is_compiling() or any(type(each) not in _KINDS or each.dim() != 4 for each in tensors):
+    if (
+        _is_left.get()
+        or torch.compiler.is_compiling()
+        or any(type(each) not in _KINDS or each.dim() != 4 for each in tensors)
+    ):
         return False
     batch, heads, queries, size = query.shape
     keys = key.shape[2]
@@ -108,7 +125,7 @@ def _as_boolean(mask: Any, query: Tensor, key: Tensor) -> Any:
     """
     if not (type(mask) is Tensor and mask.is_floating_point() and query.dim() == 4 and 2 <= mask.dim() <= 4):
         return mask
-    if mask.requires_grad or torch.compiler.is_compiling() or is_capturing():
+    if mask.requires_grad or _is_left.get() or torch.compiler.is_compiling() or is_capturing():
         return mask
     part = mask[..., :1, :, :] if mask.dim() > 2 and mask.stride(-3) == 0 else mask
     sizes, shape = (*(1 for _ in range(part.dim(), 4)), *part.shape), (len(query), 1, query.shape[2], key.shape[2])

@@ -26,6 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
+from kernels_ext_npu.binding.torch_operators import sdpa
 from kernels_ext_npu.context_parallel import guards
 from kernels_ext_npu.swaps.attention import eligibility, indexers, mla_absorb
 
@@ -88,6 +89,7 @@ def kernel_or_sdpa(
             # a prompt in a static cache: its first query stands at the first key, and the slots behind it are free
             key, value = key[:, :, :queries], value[:, :, :queries]
         return _attend(module, query, key, value, attention_mask, *args, **kwargs), None
+    original = functools.partial(sdpa.left_to_torch, original)
     if is_sdpa and guards.exchanges_keys():
         guards.refuse_mask(module, attention_mask)
     if not (attention_mask is None or isinstance(attention_mask, Tensor)):

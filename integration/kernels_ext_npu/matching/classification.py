@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import re
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import FunctionType
@@ -25,7 +26,7 @@ from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.module_state import written_class
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.syntax.indexers import indexer_rewriter
-from kernels_ext_npu.syntax.source_tree import code_names, function_tree
+from kernels_ext_npu.syntax.source_tree import code_names, function_tree, instructions
 from kernels_ext_npu.transformers_internals import is_kernel_function, original_function
 
 COUNTED = "5.24.0"  # the newest release of transformers that is supported, which unsupported.json is about
@@ -166,8 +167,11 @@ def attends(cls: type[nn.Module]) -> bool:
 
 
 def calls_sdpa(cls: type[nn.Module]) -> bool:
-    """Tell whether a class of other people's code calls torch's attention in its forward, or in a method that has."""
-    return is_others(cls) and _SDPA in _used_names(cls)
+    """Tell whether a class of other people's code calls torch's attention, in its forward or in what that calls."""
+    functions = _methods_used(cls) if is_others(cls) else []
+    for function in functions:  # grows while it runs
+        functions += [each for each in _functions_called(function) if each not in functions]
+    return any(_SDPA in referenced_names(function) for function in functions)
 
 
 def is_others(cls: type) -> bool:
@@ -177,10 +181,22 @@ def is_others(cls: type) -> bool:
 
 def _used_names(cls: type[nn.Module]) -> set[str]:
     """Return the attributes and global names that a forward uses, and those methods of its class that it names."""
-    used = referenced_names(inspect.unwrap(cls.forward))
-    methods = vars(written_class(cls)).items()
-    helpers = [inspect.unwrap(value) for name, value in methods if name in used and callable(value)]
-    return set().union(used, *map(referenced_names, helpers))
+    return set().union(*map(referenced_names, _methods_used(cls)))
+
+
+def _methods_used(cls: type[nn.Module]) -> list[Any]:
+    """Return the forward of a class, and those of its methods that this names."""
+    forward = inspect.unwrap(cls.forward)
+    methods, used = vars(written_class(cls)).items(), referenced_names(forward)
+    return [forward, *(inspect.unwrap(value) for name, value in methods if name in used and callable(value))]
+
+
+def _functions_called(function: Any) -> Iterator[FunctionType]:
+    """Yield the functions of other people's code that a function names as globals."""
+    for step in instructions(function.__code__) if isinstance(function, FunctionType) else ():
+        value = function.__globals__.get(step.argval) if step.opname == "LOAD_GLOBAL" else None  # type: ignore[union-attr]
+        if isinstance(value, FunctionType) and not str(value.__module__).startswith(LIBRARIES):
+            yield value
 
 
 def attends_by_itself(cls: type[nn.Module]) -> bool:

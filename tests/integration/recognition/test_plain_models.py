@@ -110,8 +110,36 @@ class Mixer(nn.Module):
         return self.mix(x).transpose(1, 2).flatten(2)
 
 
-def test_attention_that_torch_computes_has_a_row_whatever_its_name(registered) -> None:
-    model = kernels_ext_npu.kernelize(nn.ModuleDict({"mixer": Mixer(), "linear": nn.Linear(32, 32)}).to("npu"))
+def mix(qkv):
+    return attend(*qkv.unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4))
+
+
+def attend(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+class ByFunctions(Mixer):
+    """Attends in a function that a function calls which its forward calls."""
+
+    def forward(self, x):
+        return mix(self.qkv(x)).transpose(1, 2).flatten(2)
+
+
+class WithAName(nn.Module):
+    """Has a child under the name of that function, and attends in nothing that it calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.attend(x)
+
+
+@pytest.mark.parametrize("mixer", [Mixer, ByFunctions])
+def test_attention_that_torch_computes_has_a_row_whatever_its_name(registered, mixer) -> None:
+    model = kernels_ext_npu.kernelize(nn.ModuleDict({"mixer": mixer(), "other": WithAName()}).to("npu"))
+    assert not [row for row in rows(model) if row.path == "other"]
     (row,) = [row for row in rows(model) if row.path == "mixer"]
     assert not row.swapped
     assert "torch's scaled_dot_product_attention, which the kernel computes" in row.reason

@@ -168,10 +168,7 @@ def attends(cls: type[nn.Module]) -> bool:
 
 def calls_sdpa(cls: type[nn.Module]) -> bool:
     """Tell whether a class of other people's code calls torch's attention, in its forward or in what that calls."""
-    functions = _methods_used(cls) if is_others(cls) else []
-    for function in functions:  # grows while it runs
-        functions += [each for each in _functions_called(function) if each not in functions]
-    return any(_SDPA in referenced_names(function) for function in functions)
+    return is_others(cls) and _SDPA in _used_names(cls)
 
 
 def is_others(cls: type) -> bool:
@@ -180,21 +177,22 @@ def is_others(cls: type) -> bool:
 
 
 def _used_names(cls: type[nn.Module]) -> set[str]:
-    """Return the attributes and global names that a forward uses, and those methods of its class that it names."""
-    return set().union(*map(referenced_names, _methods_used(cls)))
+    """Return the attributes and global names that a forward uses, and those methods of its class that it names.
 
-
-def _methods_used(cls: type[nn.Module]) -> list[Any]:
-    """Return the forward of a class, and those of its methods that this names."""
+    In other people's code also those that functions use which these call.
+    """
     forward = inspect.unwrap(cls.forward)
-    methods, used = vars(written_class(cls)).items(), referenced_names(forward)
-    return [forward, *(inspect.unwrap(value) for name, value in methods if name in used and callable(value))]
+    methods, named = vars(written_class(cls)).items(), referenced_names(forward)
+    functions = [forward, *(inspect.unwrap(value) for name, value in methods if name in named and callable(value))]
+    for function in functions if is_others(cls) else ():  # grows while it runs
+        functions += [each for each in _functions_called(function) if each not in functions]
+    return set().union(*map(referenced_names, functions))
 
 
 def _functions_called(function: Any) -> Iterator[FunctionType]:
     """Yield the functions of other people's code that a function names as globals."""
     for step in instructions(function.__code__) if isinstance(function, FunctionType) else ():
-        value = function.__globals__.get(step.argval) if step.opname == "LOAD_GLOBAL" else None  # type: ignore[union-attr]
+        value = function.__globals__.get(step.argval) if step.opname == "LOAD_GLOBAL" else None
         if isinstance(value, FunctionType) and not str(value.__module__).startswith(LIBRARIES):
             yield value
 

@@ -136,6 +136,24 @@ class WithAName(nn.Module):
         return self.attend(x)
 
 
+def weigh(scores):
+    return scores.softmax(-1)
+
+
+class OwnAttention(Mixer):
+    """Weighs values in a function of its file."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return weigh(q @ k.mT) @ v
+
+
+def test_attention_with_a_softmax_in_a_function_has_a_row(registered) -> None:
+    model = kernels_ext_npu.kernelize(nn.ModuleDict({"part": OwnAttention()}).to("npu"))
+    (row,) = [row for row in rows(model) if row.path == "part"]
+    assert "it does not call its attention by a name" in row.reason
+
+
 @pytest.mark.parametrize("mixer", [Mixer, ByFunctions])
 def test_attention_that_torch_computes_has_a_row_whatever_its_name(registered, mixer) -> None:
     model = kernels_ext_npu.kernelize(nn.ModuleDict({"mixer": mixer(), "other": WithAName()}).to("npu"))

@@ -12,8 +12,9 @@ import json
 import re
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
+from itertools import pairwise
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -190,9 +191,10 @@ def _used_names(cls: type[nn.Module]) -> set[str]:
 
 
 def _functions_called(function: Any) -> Iterator[FunctionType]:
-    """Yield the functions of other people's code that a function names as globals."""
-    for step in instructions(function.__code__) if isinstance(function, FunctionType) else ():
+    """Yield the functions of other people's code that a function names as globals, or as members of such a file."""
+    for step, after in pairwise(instructions(function.__code__)) if isinstance(function, FunctionType) else ():
         value = function.__globals__.get(step.argval) if step.opname == "LOAD_GLOBAL" else None
+        value = vars(value).get(after.argval) if isinstance(value, (ModuleType, SimpleNamespace)) else value
         if isinstance(value, FunctionType) and not str(value.__module__).startswith(LIBRARIES):
             yield value
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kernels_ext_npu.matching.classification import ROTATING_NAMES, classify_class
 from kernels_ext_npu.recognition.computed import Computed
 from kernels_ext_npu.recognition.function_settings import Setting, read_globals
-from kernels_ext_npu.recognition.module_settings import names_read, numbers
+from kernels_ext_npu.recognition.module_settings import copied, names_read, numbers
 from kernels_ext_npu.recognition.rotations.forms import forms_with
 from kernels_ext_npu.recognition.rotations.functions import Rotation
 from kernels_ext_npu.recognition.rotations.signatures import Signature
@@ -82,7 +82,7 @@ def _stand_in_function(module: nn.Module, names: tuple[str, ...], signature: Sig
         buffers = {name: tensors.pop(name, None) for name in buffer_names}
         # as a module has it that is trained or not, and torch then
         made = stand_in(plain, {"_buffers": buffers, "training": torch.is_grad_enabled(), **tensors})
-        before, held = dict(vars(made)), dict(buffers)
+        before, held = copied(vars(made)), dict(buffers)
         result = signature.call(lambda *args, **kwargs: cls.forward(made, *args, **kwargs), values)
         if not (_are_same(vars(made), before) and _are_same(buffers, held)):
             raise NotRecognisedError("it writes to its members")
@@ -92,4 +92,8 @@ def _stand_in_function(module: nn.Module, names: tuple[str, ...], signature: Sig
 
 
 def _are_same(found: dict[str, Any], before: dict[str, Any]) -> bool:
-    return found.keys() == before.keys() and all(found[name] is value for name, value in before.items())
+    return found.keys() == before.keys() and all(_is_same(found[name], value) for name, value in before.items())
+
+
+def _is_same(found: Any, before: Any) -> bool:
+    return found is before or (type(before) in (tuple, list, dict) and found == before)

@@ -137,13 +137,14 @@ class RopeOfHeads(FourDimensions):
         return super().forward(x) * (1 + torch.arange(x.shape[1], device=x.device)[:, None, None])
 
 
-class RopeWithADictionary(FourDimensions):
+class RopeThatCounts(FourDimensions):
     def __init__(self):
         super().__init__()
-        self.factors = {"cos": 1.0}
+        self.calls = {"of all": 0}
 
     def forward(self, x):
-        return super().forward(x) * self.factors["cos"]
+        self.calls["of all"] += 1
+        return super().forward(x)
 
 
 class RopeByAnOption(FourDimensions):

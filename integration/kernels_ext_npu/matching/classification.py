@@ -10,9 +10,11 @@ import importlib
 import inspect
 import json
 import re
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
+from itertools import pairwise
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -25,7 +27,7 @@ from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.module_state import written_class
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.syntax.indexers import indexer_rewriter
-from kernels_ext_npu.syntax.source_tree import code_names, function_tree
+from kernels_ext_npu.syntax.source_tree import code_names, function_tree, instructions
 from kernels_ext_npu.transformers_internals import is_kernel_function, original_function
 
 COUNTED = "5.24.0"  # the newest release of transformers that is supported, which unsupported.json is about
@@ -166,7 +168,7 @@ def attends(cls: type[nn.Module]) -> bool:
 
 
 def calls_sdpa(cls: type[nn.Module]) -> bool:
-    """Tell whether a class of other people's code calls torch's attention in its forward, or in a method that has."""
+    """Tell whether a class of other people's code calls torch's attention, in its forward or in what that calls."""
     return is_others(cls) and _SDPA in _used_names(cls)
 
 
@@ -176,11 +178,25 @@ def is_others(cls: type) -> bool:
 
 
 def _used_names(cls: type[nn.Module]) -> set[str]:
-    """Return the attributes and global names that a forward uses, and those methods of its class that it names."""
-    used = referenced_names(inspect.unwrap(cls.forward))
-    methods = vars(written_class(cls)).items()
-    helpers = [inspect.unwrap(value) for name, value in methods if name in used and callable(value)]
-    return set().union(used, *map(referenced_names, helpers))
+    """Return the attributes and global names that a forward uses, and those methods of its class that it names.
+
+    In other people's code also those that functions use which these call.
+    """
+    forward = inspect.unwrap(cls.forward)
+    methods, named = vars(written_class(cls)).items(), referenced_names(forward)
+    functions = [forward, *(inspect.unwrap(value) for name, value in methods if name in named and callable(value))]
+    for function in functions if is_others(cls) else ():  # grows while it runs
+        functions += [each for each in _functions_called(function) if each not in functions]
+    return set().union(*map(referenced_names, functions))
+
+
+def _functions_called(function: Any) -> Iterator[FunctionType]:
+    """Yield the functions of other people's code that a function names as globals, or as members of such a file."""
+    for step, after in pairwise(instructions(function.__code__)) if isinstance(function, FunctionType) else ():
+        value = function.__globals__.get(step.argval) if step.opname == "LOAD_GLOBAL" else None
+        value = vars(value).get(after.argval) if isinstance(value, (ModuleType, SimpleNamespace)) else value
+        if isinstance(value, FunctionType) and not str(value.__module__).startswith(LIBRARIES):
+            yield value
 
 
 def attends_by_itself(cls: type[nn.Module]) -> bool:

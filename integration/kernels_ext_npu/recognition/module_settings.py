@@ -21,7 +21,6 @@ from kernels_ext_npu.recognition.function_settings import CONSTANTS
 from kernels_ext_npu.syntax.source_tree import code_names
 
 _PLAIN = (*CONSTANTS, torch.Size)
-CONTAINERS = (list, dict)  # of settings
 _LIBRARIES = ("torch", "transformers", "builtins", "math")
 _OWN_TO_TORCH = {*vars(nn.Module()), "training"}
 _MODULE_METHODS = vars(nn.Module).keys()
@@ -69,7 +68,7 @@ def read_settings(module: nn.Module, tensors: Collection[str] = ()) -> Settings 
     frozen = tuple((name, _frozen(value)) for name, value in members.items())
     absent = names.difference(own, on_class.keys() & members.keys())
     constants = tuple(
-        (function, path, value)
+        (function, path, _frozen(value))
         for function, path in _globals_read(cls, cls.forward)  # type: ignore[arg-type]
         if isinstance(value := _read_global(function, path), (FunctionType, *_PLAIN))
     )
@@ -116,7 +115,7 @@ def numbers(module: nn.Module, kind: type | tuple[type, ...] = (int, float)) -> 
 
 def is_setting(value: Any) -> bool:
     """Tell whether a value is one that does not change by itself: a number, a string, a function, or some of these."""
-    if isinstance(value, tuple) or type(value) in CONTAINERS:
+    if isinstance(value, tuple) or type(value) in (list, dict):
         return all(map(is_setting, value.values() if type(value) is dict else value))
     if type(value) is functools.partial:
         return is_setting((value.func, *value.args, *value.keywords.values()))
@@ -138,22 +137,32 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN) and not isinstance(value, numpy.generic)
 
 
+def copied(value: Any) -> Any:
+    """Return a container with copies of those in it; anything else as it is."""
+    if type(value) is dict:
+        return {key: copied(each) for key, each in value.items()}
+    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
+
+
 def _frozen(value: Any) -> Any:
     """Return a setting as what can be compared: of a container, and of a partial function, what is in it."""
-    if type(value) in CONTAINERS:
+    if isinstance(value, tuple) or type(value) in (list, dict):
         return type(value), *map(_frozen, value.items() if type(value) is dict else value)
     if type(value) is not functools.partial:
         return value
-    return value.func, value.args, *sorted(value.keywords.items())
+    return functools.partial, *map(_frozen, (value.func, value.args, value.keywords))
 
 
 def _is_same(found: Any, value: Any) -> bool:
     """Tell whether a member is still a setting. A tensor is not compared: the host would wait for it."""
-    found = _frozen(found)
+    return _is_frozen_same(_frozen(found), value)
+
+
+def _is_frozen_same(found: Any, value: Any) -> bool:
     if type(found) is not type(value):
         return False
     if type(value) is tuple:
-        return len(found) == len(value) and all(map(_is_same, found, value))
+        return len(found) == len(value) and all(map(_is_frozen_same, found, value))
     return found == value
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from kernels_ext_npu.catalogue import Kind
 from kernels_ext_npu.recognition.computed import NotRecognised
-from kernels_ext_npu.recognition.module_settings import CONTAINERS, is_config, is_setting
+from kernels_ext_npu.recognition.module_settings import copied, is_config, is_setting
 
 _ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "reciprocal", "square", "addcmul"}
 _SUMS = {"mean", "sum", "var", "var_mean", "std", "linalg_vector_norm", "bmm", "_fused_rms_norm", "native_layer_norm"}
@@ -151,8 +151,8 @@ def stand_in(module: nn.Module, members: dict[str, Any]) -> nn.Module:
     """Return an instance of a module's class with other members."""
     made: Any = object.__new__(type(module))
     own = {name: value for name, value in vars(module).items() if name != "forward"}
-    copied = {name: copy.copy(value) for name, value in own.items() if is_config(value) or type(value) in CONTAINERS}
-    made.__dict__.update(own | copied | members)
+    configs = {name: copy.copy(value) for name, value in own.items() if is_config(value)}
+    made.__dict__.update(copied(own) | configs | members)
     return made
 
 
@@ -246,8 +246,7 @@ def run(
 def snapshot(module: nn.Module) -> dict[str, Any]:
     """Return what a module holds, and what its configurations, dictionaries and lists do."""
     members = vars(module)
-    configs = {name: dict(vars(value)) for name, value in members.items() if is_config(value)}
-    return members | {name: value.copy() for name, value in members.items() if type(value) in CONTAINERS} | configs
+    return copied(members) | {name: dict(vars(value)) for name, value in members.items() if is_config(value)}
 
 
 def check_sizes(call: Callable[[Tensor], Tensor], *sizes: int) -> None:

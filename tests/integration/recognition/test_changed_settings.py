@@ -261,10 +261,10 @@ class NormOfALayout(MetaNorm):
 
     def __init__(self):
         super().__init__()
-        self.dims, self.side, self.factors = [-1], self.Side.BOTH, {"of x": 1.0}
+        self.dims, self.side, self.factors = [-1], self.Side.BOTH, {"of x": [1.0]}
 
     def forward(self, x):
-        wide = self.factors["of x"] * (x.float() if self.side is self.Side.BOTH else 2 * x.float())
+        wide = self.factors["of x"][0] * (x.float() if self.side is self.Side.BOTH else 2 * x.float())
         return self.gain * (wide * torch.rsqrt(wide.square().mean(self.dims, keepdim=True) + self.epsilon)).to(x.dtype)
 
 
@@ -272,10 +272,11 @@ class NormOfALayout(MetaNorm):
     "change",
     [
         lambda part: part.dims.append(-2),
-        lambda part: part.factors.update({"of x": 0.01}),
+        lambda part: part.factors.update({"of x": [0.01]}),
+        lambda part: part.factors["of x"].insert(0, 0.01),
         lambda part: setattr(part, "side", part.Side.NONE),
     ],
-    ids=["list", "dictionary", "enumeration"],
+    ids=["list", "dictionary", "list in a dictionary", "enumeration"],
 )
 def test_containers_and_enumerations_are_settings(registered, change: Callable) -> None:
     model = kernels_ext_npu.kernelize(Block(NormOfALayout()).to("npu"))
@@ -299,19 +300,19 @@ def test_a_number_of_numpy_is_left_to_the_class_which_compiles_with_it(registere
 class NormThatNotes(MetaNorm):
     def __init__(self):
         super().__init__()
-        self.lengths = []
+        self.notes = {"lengths": []}
 
     def forward(self, x):
-        self.lengths.append(x.shape[1])
+        self.notes["lengths"].append(x.shape[1])
         return super().forward(x)
 
 
 def test_a_list_that_a_forward_writes_to_is_left_as_it_is(registered) -> None:
     model = kernels_ext_npu.kernelize(Block(NormThatNotes()).to("npu"))
-    assert model.part.lengths == []
+    assert model.part.notes == {"lengths": []}
     assert said(model) == [(None, False)]
     model(torch.randn(2, 5, WIDTH, device="npu"))
-    assert model.part.lengths == [5]
+    assert model.part.notes == {"lengths": [5]}
 
 
 def test_arguments_of_a_command_line_are_settings(registered) -> None:

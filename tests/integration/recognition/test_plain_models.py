@@ -110,8 +110,57 @@ class Mixer(nn.Module):
         return self.mix(x).transpose(1, 2).flatten(2)
 
 
-def test_attention_that_torch_computes_has_a_row_whatever_its_name(registered) -> None:
-    model = kernels_ext_npu.kernelize(nn.ModuleDict({"mixer": Mixer(), "linear": nn.Linear(32, 32)}).to("npu"))
+def mix(qkv):
+    return attend(*qkv.unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4))
+
+
+def attend(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+FUNCTIONS = types.SimpleNamespace(mix=mix)
+
+
+class ByFunctions(Mixer):
+    """Attends in a function that one calls which its forward calls."""
+
+    def forward(self, x):
+        return FUNCTIONS.mix(self.qkv(x)).transpose(1, 2).flatten(2)
+
+
+class WithAName(nn.Module):
+    """Has a child under the name of that function, and attends in nothing that it calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.attend(x)
+
+
+def weigh(scores):
+    return scores.softmax(-1)
+
+
+class OwnAttention(Mixer):
+    """Weighs values in a function of its file."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return weigh(q @ k.mT) @ v
+
+
+def test_attention_with_a_softmax_in_a_function_has_a_row(registered) -> None:
+    model = kernels_ext_npu.kernelize(nn.ModuleDict({"part": OwnAttention()}).to("npu"))
+    (row,) = [row for row in rows(model) if row.path == "part"]
+    assert "it does not call its attention by a name" in row.reason
+
+
+@pytest.mark.parametrize("mixer", [Mixer, ByFunctions])
+def test_attention_that_torch_computes_has_a_row_whatever_its_name(registered, mixer) -> None:
+    model = kernels_ext_npu.kernelize(nn.ModuleDict({"mixer": mixer(), "other": WithAName()}).to("npu"))
+    assert not [row for row in rows(model) if row.path == "other"]
     (row,) = [row for row in rows(model) if row.path == "mixer"]
     assert (row.kernel, row.swapped) == ("npu_flash_attention", True)
     assert "torch's scaled_dot_product_attention, which is the kernel's until unregister()" in row.reason

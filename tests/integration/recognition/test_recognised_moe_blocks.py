@@ -213,6 +213,7 @@ def test_a_gate_that_draws_is_asked_at_each_call() -> None:
     [
         ("DispatchesByMasks", "no child, or several, give experts of tokens and their weights, or logits"),
         ("MoEOfPlainMLPs", "they are no gated MLPs that a kernel computes"),
+        ("ProjectingMoE", "their projections are in several lists"),
         ("AddsAParameter", "what it gives is not the weighted sum of what they give"),
         ("TellsAnObject", "it reads LOADS of its file, an object that may change"),
     ],

@@ -30,6 +30,7 @@ _MANY = 4096  # tokens, up to which a number in the code of a block is tried
 _LARGEST = 2**22  # values in what is tried
 _ONE_BY_ONE = "its experts are computed one after the other"
 _OTHER_EXPERTS = "they are no gated MLPs that a kernel computes"
+_IN_SEVERAL_LISTS = "their projections are in several lists"
 
 
 def find_moe_block(
@@ -47,7 +48,8 @@ def find_moe_block(
     """
     experts = read_experts(module, recognise)
     if experts is None:
-        return _refused(_OTHER_EXPERTS) if _is_called_so(module) and _sends_to_a_list(module) else None
+        seen = _OTHER_EXPERTS if len(_lists(module)) == 1 else _IN_SEVERAL_LISTS
+        return _refused(seen) if _is_called_so(module) and _sends_to_a_list(module) else None
     parts = _read_parts(module, experts)
     if isinstance(parts, str):
         return _refused(parts) if _sends_to_a_list(module) else None
@@ -61,15 +63,20 @@ def _refused(seen: str) -> Computed:
 
 
 def _sends_to_a_list(module: nn.Module) -> bool:
-    """Tell whether a block with a list has a weight with a number for each module of the list."""
-    lists = {name: child for name, child in module._modules.items() if isinstance(child, nn.ModuleList)}
+    """Tell whether a block with a list, or several alike, has a weight with a number for each module of the list."""
+    lists = _lists(module)
     others = [(name, p.shape) for name, p in module.named_parameters() if name.partition(".")[0] not in lists]
-    return len(lists) == 1 and any(len(listed) in shape for listed in lists.values() for _, shape in others)
+    sizes = {len(listed) for listed in lists.values()}
+    return len(sizes) == 1 and any(sizes.issubset(shape) for _, shape in others)
 
 
 def _is_called_so(module: nn.Module) -> bool:
-    lists = [name for name, child in module._modules.items() if isinstance(child, nn.ModuleList)]
-    return BLOCK_NAMES.search(type(module).__name__) is not None or any("expert" in name.lower() for name in lists)
+    is_named = any("expert" in name.lower() for name in _lists(module))
+    return is_named or BLOCK_NAMES.search(type(module).__name__) is not None
+
+
+def _lists(module: nn.Module) -> dict[str, nn.ModuleList]:
+    return {name: child for name, child in module._modules.items() if isinstance(child, nn.ModuleList)}
 
 
 def _read_parts(module: nn.Module, experts: Experts) -> Parts | str:

@@ -40,6 +40,19 @@ class Like(nn.Module):
         return self.end(y, flat).view(x.shape)
 
 
+class ProjectingMoE(Like):
+    """Computes what the block does, of a list of projections of each kind, and of no list of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.experts
+        self.gates, self.ups = (nn.ModuleList(nn.Linear(WIDTH, 8) for _ in range(EXPERTS)) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(8, WIDTH) for _ in range(EXPERTS))
+
+    def expert(self, number, x, weights):
+        return self.downs[number](F.silu(self.gates[number](x)) * self.ups[number](x)) * weights
+
+
 class GroupsOfOthers(Like):
     """Chooses an expert of each of two groups, and gives those of the other group their weights."""
 

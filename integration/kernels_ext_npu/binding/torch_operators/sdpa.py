@@ -86,25 +86,22 @@ def _attend(
     if mask is not None and mask.dtype == query.dtype:  # other floats torch refuses
         mask = _as_boolean(mask, query, key)
     given_mask = mask if mask is None else mask[(None,) * (4 - mask.dim())]
-    kernel = (
-        registration.try_package(_REPOSITORY) if _fits(query, key, value, given_mask, is_causal, enable_gqa) else None
-    )
-    if kernel is not None and kernel.ops.limits.is_fused(
-        query, key, value, kernel.attention_spec.AttentionSpec(1.0, dropout)
-    ):
-        given = query, key, value, given_mask, dropout, scale
-        return kernel.attention_forward(None, *given, is_causal=is_causal)[0].transpose(1, 2)
+    fits = _fits(query, key, value, given_mask, is_causal, enable_gqa)
+    kernel = registration.try_package(_REPOSITORY) if fits else None
+    if kernel is not None:
+        spec = kernel.attention_spec.AttentionSpec(1.0, dropout)
+        if kernel.ops.limits.is_fused(query, key, value, spec):
+            given = query, key, value, given_mask, dropout, scale
+            return kernel.attention_forward(None, *given, is_causal=is_causal)[0].transpose(1, 2)
     return torchs(keys, query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> bool:
     """Tell whether the kernel takes such tensors, ``[B, N, S, D]``, and such a mask, and computes what torch does."""
+    if _is_left.get() or torch.compiler.is_compiling():
+        return False
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
-    if (
-        _is_left.get()
-        or torch.compiler.is_compiling()
-        or any(type(each) not in _KINDS or each.dim() != 4 for each in tensors)
-    ):
+    if any(type(each) not in _KINDS or each.dim() != 4 for each in tensors):
         return False
     batch, heads, queries, size = query.shape
     keys = key.shape[2]

@@ -1,6 +1,6 @@
 """Norms and the residual connections around them for Huawei Ascend NPUs, for inference and training."""
 
-from . import dtensor_rules, layers
+from . import dtensor_rules, functional, layers
 from .add_norm import add_then_norm, takes_sum
 from .functional import add_rms_norm, register_second_derivative, rms_norm, zero_centered_rms_norm
 from .hyper_connections import hyper_connection
@@ -10,6 +10,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "add_then_norm",
+    "functional",
     "hyper_connection",
     "layer_norm",
     "layers",

@@ -1,6 +1,7 @@
 """torch's own rms_norm on the NPU, called as a function or as a module that nobody swapped."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch.func import hessian, jvp, vmap
 from torch.fx import GraphModule
 
 import kernels_ext_npu
+from kernels_ext_npu.catalogue import REPOSITORIES
+from tests.conftest import ROOT
 from tests.support import npu_counts
 from tests.support.nearness import assert_near
 
@@ -187,6 +190,17 @@ def test_a_graph_outlives_the_registration() -> None:
     npu_counts.reset()
     F.rms_norm(x, (8,))
     assert "npu_rms_norm" not in npu_counts.read()
+
+
+def test_a_kernel_that_was_loaded_from_elsewhere_before_is_taken(tmp_path: Path) -> None:
+    """Its modules are there already, and are not imported again into its package."""
+    F.rms_norm(torch.randn(4, 8, device="npu"), (8,))
+    for name in REPOSITORIES:
+        (tmp_path / name).symlink_to(ROOT / name)
+    kernels_ext_npu.register(source=tmp_path)
+    npu_counts.reset()
+    F.rms_norm(torch.randn(4, 8, device="npu"), (8,))
+    assert npu_counts.read()["npu_rms_norm"] == 1
 
 
 def test_is_left_alone_without_the_kernel_of_norms() -> None:

@@ -34,7 +34,8 @@ class Registration:
     module_layers: dict[nn.Module, str | None] = field(default_factory=dict)
     # the packages that were loaded for more than layers, by repository
     packages: dict[str, ModuleType] = field(default_factory=dict)
-    unloadable: set[str] = field(default_factory=set)  # the repositories that could not be loaded when they were tried
+    # the repositories that could not be loaded when they were tried, until kernels are swapped into a model again
+    unloadable: set[str] = field(default_factory=set)
     # models whose kernels are swapped in at their first call on the NPU
     waiting: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
@@ -49,7 +50,6 @@ def package(repository: str) -> ModuleType:
     assert current is not None
     if repository not in current.packages:
         current.packages[repository] = sources.load_package(current.source, repository)
-        current.unloadable.discard(repository)
     return current.packages[repository]
 
 
@@ -57,7 +57,7 @@ def try_package(repository: str) -> ModuleType | None:
     """Return the package of a kernel repository of the registration; None without one, or if it cannot be loaded.
 
     While a graph is captured or compiled it would be too late to load it. What is wrong is said by `package`; here it
-    is tried once, since any call of torch's may ask, and a Hub that does not answer takes its time.
+    is tried once between two swaps, since any call of torch's may ask, and a Hub that does not answer takes its time.
     """
     if current is None or repository in current.unloadable:
         return None

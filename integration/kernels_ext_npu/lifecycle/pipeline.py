@@ -47,6 +47,7 @@ def run(model: nn.Module, mode: kernels.Mode | None, bind_layers: Callable[[kern
     """
     active = registration.current
     assert active is not None
+    active.unloadable.clear()  # a Hub may answer by now
     if mode is None:
         mode = kernels.Mode.TRAINING if model.training else kernels.Mode.INFERENCE
     view, swapping = View(model), Swapping(active, mode, bind_layers)

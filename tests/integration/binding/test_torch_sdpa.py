@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -233,11 +233,33 @@ def test_a_kernel_that_cannot_be_loaded_is_tried_once(tmp_path: Path, monkeypatc
     (tmp_path / "FlashAttention").unlink()
     tried, load = [], sources.load_package
     monkeypatch.setattr(sources, "load_package", lambda *args: (tried.append(args), load(*args))[1])
-    q, k, v = tensors()
-    for _ in range(3):
+
+    def causal_counts() -> dict[str, int]:
+        q, k, v = tensors(queries=9, keys=9)
+        npu_counts.reset()
         found = F.scaled_dot_product_attention(*(tensor.to("npu") for tensor in (q, k, v)), is_causal=True)
         assert_near(found, F.scaled_dot_product_attention(q, k, v, is_causal=True), ROUNDING)
+        return npu_counts.read()
+
+    assert all("ones" in causal_counts() for _ in range(3))  # torch_npu makes the mask of each call
     assert len(tried) == 1
+    (tmp_path / "FlashAttention").symlink_to(ROOT / "FlashAttention")
+    kernels_ext_npu.kernelize(nn.Linear(2, 2, device="npu"))  # which tries again
+    assert "ones" not in causal_counts()
+
+
+def test_a_graph_follows_a_mask_of_floats_that_is_changed() -> None:
+    """What was read of it before is no part of the graph."""
+    q, k, v = (tensor.to("npu") for tensor in tensors())
+    mask, graph = padded_causal().to("npu"), torch.npu.NPUGraph()
+    F.scaled_dot_product_attention(q, k, v, mask)
+    with torch.npu.graph(graph):
+        found = F.scaled_dot_product_attention(q, k, v, mask)
+    mask[0, 0, :, 0] = LOWEST
+    mask[0, 0, :, 1:] = 0
+    graph.replay()
+    expected = F.scaled_dot_product_attention(*(tensor.cpu() for tensor in (q, k, v, mask)))
+    assert_near(found, expected, ROUNDING)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

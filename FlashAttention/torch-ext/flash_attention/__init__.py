@@ -1,6 +1,7 @@
 """Attention for Huawei Ascend NPUs: flash-attn's functions, and transformers' attention and mask interfaces."""
 
-from . import attention_spec, ops
+from . import attention_spec as attention_spec  # which the integration asks, as it does ops
+from . import ops as ops
 from .attention_interface import attention_forward
 from .functional import flash_attn_func, flash_attn_varlen_func
 from .masks.mask_interface import attention_mask
@@ -15,11 +16,9 @@ __all__ = [
     "attend_chosen",
     "attention_forward",
     "attention_mask",
-    "attention_spec",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "indexer_loss",
-    "ops",
     "read_together",
     "reads_chosen_in_place",
     "top_k_keys",

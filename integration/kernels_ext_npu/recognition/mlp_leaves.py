@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from kernels_ext_npu.recognition.module_settings import is_linear
-from kernels_ext_npu.recognition.watched_runs import attempt, casts, stand_in
+from kernels_ext_npu.recognition.stand_ins import stand_in
+from kernels_ext_npu.recognition.watched_runs import attempt, casts
 
 
 class Call:

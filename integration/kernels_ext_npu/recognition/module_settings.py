@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
 import inspect
 from argparse import Namespace
@@ -137,13 +138,6 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN) and not isinstance(value, numpy.generic)
 
 
-def copied(value: Any) -> Any:
-    """Return a container with copies of those in it; anything else as it is."""
-    if type(value) is dict:
-        return {key: copied(each) for key, each in value.items()}
-    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
-
-
 def _frozen(value: Any) -> Any:
     """Return a setting as what can be compared: of a container, and of a partial function, what is in it."""
     if isinstance(value, tuple) or type(value) in (list, dict):
@@ -174,11 +168,25 @@ def _present(module: nn.Module) -> set[str]:
 @functools.cache
 def names_read(cls: type[nn.Module], _: Any) -> frozenset[str]:
     """Return the names in the methods of a class with this forward, and in strings that may be names."""
-    bases = [base for base in cls.__mro__ if base not in (nn.Module, object)]
-    codes = [code for base in bases for code in codes_in(base) if code.co_name != "__init__"]  # which no forward calls
+    codes = _codes_called(cls)
     strings = {constant for code in codes for constant in code.co_consts if isinstance(constant, str)}
     names = {name for code in codes for name in code.co_names} | set(filter(str.isidentifier, strings))
+    names -= names_written(cls, cls.forward)  # type: ignore[arg-type]
     return frozenset(names - {"forward"})  # under which ours is bound
+
+
+@functools.cache
+def names_written(cls: type[nn.Module], _: Any) -> frozenset[str]:
+    """Return the attributes that the methods of a class with this forward set, and that none of them reads."""
+    codes = _codes_called(cls)
+    steps = [step for code in codes for step in dis.get_instructions(code) if isinstance(step.argval, str)]
+    written = {step.argval for step in steps if step.opname == "STORE_ATTR"}
+    return frozenset(written.difference(step.argval for step in steps if step.opname != "STORE_ATTR"))
+
+
+def _codes_called(cls: type[nn.Module]) -> list[CodeType]:
+    bases = [base for base in cls.__mro__ if base not in (nn.Module, object)]
+    return [code for base in bases for code in codes_in(base) if code.co_name != "__init__"]  # which no forward calls
 
 
 @functools.cache

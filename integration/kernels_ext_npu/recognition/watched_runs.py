@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import copy
 import inspect
 import threading
 import warnings
@@ -20,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from kernels_ext_npu.catalogue import Kind
 from kernels_ext_npu.recognition.computed import NotRecognised
-from kernels_ext_npu.recognition.module_settings import copied, is_config, is_setting
+from kernels_ext_npu.recognition.module_settings import is_setting, names_written
+from kernels_ext_npu.recognition.stand_ins import snapshot, stand_in
 
 _ARITHMETIC = {"add", "sub", "rsub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "reciprocal", "square", "addcmul"}
 _SUMS = {"mean", "sum", "var", "var_mean", "std", "linalg_vector_norm", "bmm", "_fused_rms_norm", "native_layer_norm"}
@@ -147,15 +147,6 @@ def _autocast_devices() -> tuple[str, ...]:
     return ("cpu", "npu") if hasattr(torch, "npu") else ("cpu",)
 
 
-def stand_in(module: nn.Module, members: dict[str, Any]) -> nn.Module:
-    """Return an instance of a module's class with other members."""
-    made: Any = object.__new__(type(module))
-    own = {name: value for name, value in vars(module).items() if name != "forward"}
-    configs = {name: copy.copy(value) for name, value in own.items() if is_config(value)}
-    made.__dict__.update(copied(own) | configs | members)
-    return made
-
-
 class Watched(TorchDispatchMode):
     """Refuses operators that no formula has: those that read numbers on the host, draw them, or write in place.
 
@@ -211,6 +202,7 @@ def run(
     buffers: Mapping[str, Tensor | None] | None = None,
     training: bool = False,
     watch: Watched | None = None,
+    written: dict[str, Any] | None = None,
 ) -> Tensor:
     """Run the forward of a class on a stand-in, and see that it does nothing but arithmetic.
 
@@ -222,6 +214,7 @@ def run(
         buffers: in place of its own.
         training: whether it is trained.
         watch: gets what it calls.
+        written: gets what it sets attributes to that it does not read; without, it may set none.
 
     Raises:
         NotRecognisedError: it calls another operator, or writes to its arguments or its members.
@@ -233,20 +226,19 @@ def run(
     own = {**module._parameters} if parameters is None else {**parameters}
     held = {**module._buffers} if buffers is None else {**buffers}
     made = stand_in(module, {"_parameters": own, "_modules": stand_ins, "_buffers": held, **mode})
+    names = () if written is None else names_written(type(module), type(module).forward)  # type: ignore[arg-type]
+    for name in names:
+        vars(made).pop(name, None)
     before = snapshot(made)
     tensors = [each for each in (*arguments, *own.values(), *held.values()) if each is not None]
     versions = [tensor._version for tensor in tensors]
     with watch:
         result = watch.tensor(type(module).forward(made, *arguments))
+    if written is not None:
+        written.update({name: vars(made).pop(name) for name in names if name in vars(made)})
     if snapshot(made) != before or [tensor._version for tensor in tensors] != versions:
         raise NotRecognisedError("it writes to what it is given, or to itself")
     return result
-
-
-def snapshot(module: nn.Module) -> dict[str, Any]:
-    """Return what a module holds, and what its configurations, dictionaries and lists do."""
-    members = vars(module)
-    return copied(members) | {name: dict(vars(value)) for name, value in members.items() if is_config(value)}
 
 
 def check_sizes(call: Callable[[Tensor], Tensor], *sizes: int) -> None:

@@ -14,8 +14,10 @@ from tests.integration.recognition.spellings.other_peoples_moe_blocks import (
     CHOSEN,
     MOE_BLOCKS,
     WIDTH,
+    BalancingBlock,
     Chooser,
     Expert,
+    KeepingBlock,
     RowsBlock,
     SigmoidBlock,
     SortingBlock,
@@ -185,6 +187,40 @@ def test_it_is_taken_out_a_copy_keeps_it_and_the_weights_keep_their_names() -> N
     assert list(twin["block"].state_dict()) == list(plain.state_dict())
 
 
+@pytest.mark.parametrize(("cls", "name"), [(KeepingBlock, "load_loss"), (BalancingBlock, "balance")])
+def test_a_loss_that_a_block_keeps_is_kept_and_has_its_gradient(cls: type[nn.Module], name: str) -> None:
+    plain: nn.Module = cls().train()
+    model, x = in_a_model(plain), tokens(plain)
+    for _ in range(2):  # at the second call the attribute is there
+        assert is_at_once(model, x.npu())
+    theirs, ours = x.clone().requires_grad_(), x.npu().requires_grad_()
+    plain(theirs)
+    model["block"](ours)
+    expected, found = (getattr(each, name) for each in (plain, model["block"]))
+    expected.backward()
+    found.backward()
+    # sums of some products of float32 in another order
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-6)
+    plain(x)
+    with torch.no_grad():
+        plain.eval()(x), model.eval()["block"](x.npu())
+    expected, found = (getattr(each, name) for each in (plain, model["block"]))
+    assert found is None if expected is None else not found.cpu().any() and found.shape == expected.shape
+
+
+@pytest.mark.parametrize("change", ["loss_weight", "read"])
+def test_a_loss_that_changes_is_that_of_the_block(change: str, monkeypatch) -> None:
+    plain = BalancingBlock().train()
+    model, x = in_a_model(plain), tokens(plain)
+    if change == "loss_weight":
+        plain.loss_weight = model["block"].loss_weight = 0.5
+    else:  # what is read by another method is a state
+        monkeypatch.setattr(BalancingBlock, "so_far", lambda self: self.balance, raising=False)
+    plain(x), model["block"](x.npu())
+    torch.testing.assert_close(model["block"].balance.cpu(), plain.balance, rtol=1e-5, atol=1e-6)
+
+
 def test_a_model_without_weights_is_served_too() -> None:
     with torch.device("meta"):
         model = kernels_ext_npu.kernelize(nn.ModuleDict({"block": SortingBlock()}))
@@ -238,6 +274,17 @@ def test_a_list_of_mlps_without_anything_that_chooses_is_no_block() -> None:
     assert not [row for row in rows(in_a_model(Ensemble())) if row.path == "block"]
 
 
+def test_a_loss_that_is_returned_has_no_dimension() -> None:
+    class Returning(SortingBlock):
+        def forward(self, x):
+            return super().forward(x), self.chooser(x)[2]
+
+    plain = Returning().train()
+    model, x = in_a_model(plain), tokens(plain)
+    found, expected = model["block"](x.npu())[1], plain(x)[1]
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_gate_that_is_a_linear_layer_itself_says_which_experts_it_chose() -> None:
     class Gate(nn.Linear):
         def forward(self, x):
@@ -264,7 +311,8 @@ def test_the_report_says_why_a_block_computes_its_experts_one_after_the_other() 
 
     row = find_row(in_a_model(Remembering()))
     assert (row.kernel, row.swapped, row.kind, row.reason.code) == (None, False, "experts", "unknown")
-    assert row.reason == "its experts are computed one after the other: it writes to what it is given, or to itself"
+    seen = "it keeps a number that is no loss which balances experts"
+    assert row.reason == f"its experts are computed one after the other: {seen}"
 
 
 class WideGate(Like):

@@ -16,13 +16,13 @@ from kernels_ext_npu.recognition.computed import Computed, NotRecognised, Recogn
 from kernels_ext_npu.recognition.mlps import ACTIVATION_MODULES
 from kernels_ext_npu.recognition.module_settings import Settings, is_linear, read_settings
 from kernels_ext_npu.recognition.moe_blocks.formulas import Experts
+from kernels_ext_npu.recognition.stand_ins import stand_in
 from kernels_ext_npu.recognition.watched_runs import (
     NotRecognisedError,
     OwnOperatorError,
     Watched,
     attempt,
     casts,
-    stand_in,
 )
 
 _LOOKED_AT_BY_THE_LAYER = (
@@ -58,11 +58,10 @@ class Gate(NamedTuple):
 def read_experts(
     module: nn.Module, recognise: Callable[[nn.Module], Recognised | NotRecognised | None]
 ) -> Experts | None:
-    """Return the experts of a block with one list of gated MLPs."""
-    lists = [(name, child) for name, child in module._modules.items() if isinstance(child, nn.ModuleList)]
-    if len(lists) != 1 or len(lists[0][1]) < 2 or len({type(each) for each in lists[0][1]}) != 1:
+    """Return the experts of a block: a list of gated MLPs, which is longer than any other that it has."""
+    name, listed = longest_list(module) or ("", nn.ModuleList())
+    if len(listed) < 2 or len({type(each) for each in listed}) != 1:
         return None
-    ((name, listed),) = lists
     first: Any = listed[0]
     settings: Settings | None
     known = partial(Experts, name, len(listed))
@@ -85,6 +84,13 @@ def read_experts(
         return None
     width = getattr(first._modules[names[2]], "out_features", 0)
     return known(width, type(first).forward, settings, names, ACTIVATION_MODULES[layer])
+
+
+def longest_list(module: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """Return the name of the longest list in a module, and the list; None without one, or with two as long."""
+    lists = [(name, child) for name, child in module._modules.items() if isinstance(child, nn.ModuleList)]
+    lengths = [len(listed) for _, listed in lists]
+    return lists[lengths.index(max(lengths))] if lengths and lengths.count(max(lengths)) == 1 else None
 
 
 def read_gate(name: str, child: Any, experts: Experts) -> Gate | None:

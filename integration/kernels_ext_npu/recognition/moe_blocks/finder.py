@@ -19,11 +19,11 @@ from kernels_ext_npu.matching.classification import BLOCK_NAMES
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.recognition.computed import Computed, NotRecognised, Recognised
 from kernels_ext_npu.recognition.module_settings import Settings, is_linear, numbers
-from kernels_ext_npu.recognition.moe_blocks.children import read_experts, read_gate
+from kernels_ext_npu.recognition.moe_blocks.children import longest_list, read_experts, read_gate
 from kernels_ext_npu.recognition.moe_blocks.formulas import Choice, Experts, Mode, MoEBlock, possible_choices
 from kernels_ext_npu.recognition.moe_blocks.runs import BlockRun, Parts, Probe
 from kernels_ext_npu.recognition.purity import impurity
-from kernels_ext_npu.recognition.watched_runs import MAGNITUDES, attempt, autocast, takes
+from kernels_ext_npu.recognition.watched_runs import MAGNITUDES, NotRecognisedError, attempt, autocast, takes
 
 _WIDTH = 8  # of tokens, unless a block asks for its own
 _MANY = 4096  # tokens, up to which a number in the code of a block is tried
@@ -31,6 +31,7 @@ _LARGEST = 2**22  # values in what is tried
 _ONE_BY_ONE = "its experts are computed one after the other"
 _OTHER_EXPERTS = "they are no gated MLPs that a kernel computes"
 _IN_SEVERAL_LISTS = "their projections are in several lists"
+_OTHER_LOSS = "it keeps a number that is no loss which balances experts"
 
 
 def find_moe_block(
@@ -48,7 +49,7 @@ def find_moe_block(
     """
     experts = read_experts(module, recognise)
     if experts is None:
-        seen = _OTHER_EXPERTS if len(_lists(module)) == 1 else _IN_SEVERAL_LISTS
+        seen = _IN_SEVERAL_LISTS if longest_list(module) is None else _OTHER_EXPERTS
         return _refused(seen) if _is_called_so(module) and _sends_to_a_list(module) else None
     parts = _read_parts(module, experts)
     if isinstance(parts, str):
@@ -63,11 +64,10 @@ def _refused(seen: str) -> Computed:
 
 
 def _sends_to_a_list(module: nn.Module) -> bool:
-    """Tell whether a block with a list, or several alike, has a weight with a number for each module of the list."""
+    """Tell whether a block has a weight with a number for each module of its longest list."""
     lists = _lists(module)
     others = [(name, p.shape) for name, p in module.named_parameters() if name.partition(".")[0] not in lists]
-    sizes = {len(listed) for listed in lists.values()}
-    return len(sizes) == 1 and any(sizes.issubset(shape) for _, shape in others)
+    return any(max(map(len, lists.values())) in shape for _, shape in others)
 
 
 def _is_called_so(module: nn.Module) -> bool:
@@ -88,7 +88,11 @@ def _read_parts(module: nn.Module, experts: Experts) -> Parts | str:
         return impure
     if [p.numel() for p in own.values()] not in ([], [experts.number]):
         return "it has other weights of its own"
-    others = {name: child for name, child in module._modules.items() if child is not None and name != experts.name}
+    others: dict[str, Any] = {
+        name: child
+        for name, child in module._modules.items()
+        if name != experts.name and child is not None and any(True for _ in child.parameters())
+    }
     gates = [gate for name, child in others.items() if (gate := read_gate(name, child, experts)) is not None]
     if len(gates) != 1:
         return "no child, or several, give experts of tokens and their weights, or logits"
@@ -97,8 +101,9 @@ def _read_parts(module: nn.Module, experts: Experts) -> Parts | str:
     weighing = [name for name, child in others.items() if name != gate.name and is_linear(child)]
     if max(len(shared), len(weighing)) > 1 or (weighing and others[weighing[0]].out_features != 1):
         return "it has other children than a gate, and an expert of all tokens with its own"
-    each, shared_expert, shared_gate = (next(iter(names), None) for names in (own, shared, weighing))
-    return Parts(module, experts, gate, shared_expert, shared_gate, each)
+    listed = [f"{name}.{place}" for name in shared if name in _lists(module) for place in others[name]._modules]
+    each, shared_gate = (next(iter(names), None) for names in (own, weighing))
+    return Parts(module, experts, gate, tuple(listed or shared), shared_gate, each)
 
 
 class _Trial:
@@ -147,7 +152,8 @@ class _Trial:
             weights_at=gate.weights_at,
             top_k=first.top_k,
             choice=choices.pop(),
-            shared=None if parts.shared is None else (parts.shared, first.shares_rows),
+            shared=parts.shared,
+            shares_rows=first.shares_rows,
             shared_gate=parts.shared_gate,
             modes=tuple((training, mode) for training, (mode, _) in found.items()),
         )
@@ -194,12 +200,16 @@ class _Trial:
         given = gate.returned.get((training, torch.float32), ())
         losses = [p for p, each in enumerate(given) if isinstance(each, Tensor) and each.numel() == 1]
         terms = [*product((False, True), (None, *losses), choices)]
-        structures = []
+        runs: list[BlockRun] = []
         for probe in probes:
-            run = self._run(probe, training)
+            runs.append(run := self._run(probe, training))
             terms = [each for each in terms if run.agrees(*each)]
-            structures.append(run.structure)
-            if not terms or run.structure != structures[0]:
+            if not terms or run.structure != runs[0].structure:
                 return None
         is_detached, loss, choice = terms[0]
-        return Mode(is_detached, loss, structures[0]), choice
+        returned, written = runs[0].structure
+        if (balance := runs[0].find_balance(choice, self._named(float))) is not None:
+            written = tuple((name, balance if each is ... else each) for name, each in written)
+        if not all(run.balances(balance, choice) for run in runs):
+            raise NotRecognisedError(_OTHER_LOSS)
+        return Mode(is_detached, loss, returned, written), choice

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.recognition.module_settings import Settings
-from kernels_ext_npu.recognition.routers.formulas import Gating
+from kernels_ext_npu.recognition.routers.formulas import Gating, spread
 
 
 class Experts(NamedTuple):
@@ -57,9 +57,13 @@ class Choice(NamedTuple):
         """Whether the kernel has an operator that chooses so."""
         return self.is_wide and self.groups == 1
 
+    def score(self, logits: Tensor) -> Tensor:
+        """Return the scores of all experts, ``[T, E]``."""
+        return self.gating.score(logits.float() if self.is_wide else logits)
+
     def choose(self, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return weights and experts, ``[T, k]``, of logits, ``[T, E]``."""
-        scores = self.gating.score(logits.float() if self.is_wide else logits)
+        scores = self.score(logits)
         merits = (scores if bias is None else scores + bias.flatten()).unflatten(-1, (self.groups, -1))
         chosen = merits.topk(self.gating.k // self.groups).indices
         experts = chosen + torch.arange(self.groups, device=chosen.device).unsqueeze(-1) * merits.shape[-1]
@@ -99,6 +103,23 @@ class Routed(NamedTuple):
     is_by_sequence: bool
 
 
+class Balance(NamedTuple):
+    """A loss that a block keeps: ``factor · Σ share of tokens · mean score`` over the experts.
+
+    That of Switch Transformers (arXiv:2101.03961, equation 4). A factor of 0 stands for a zero without a gradient.
+    """
+
+    factor: float
+
+    def compute(self, choice: Choice, logits: Tensor, experts: Tensor) -> Tensor:
+        """Compute it of logits, ``[T, E]``, and the experts that were chosen, ``[T, k]``."""
+        scores = choice.score(logits)
+        if self.factor == 0:
+            return scores.new_zeros(())
+        share = spread(torch.ones_like(experts, dtype=torch.float32), experts, scores).mean(0)
+        return (share * scores.mean(0)).sum() * self.factor
+
+
 class Mode(NamedTuple):
     """What a block does in training, or not in training.
 
@@ -106,11 +127,13 @@ class Mode(NamedTuple):
         is_detached: whether no gradient goes through the experts.
         loss: where in what the gate returns a loss is, whose gradient is 1 whatever the output is used for.
         returned: what is returned: ``...`` for the output, or a tuple of that, settings and `Routed`.
+        written: the attributes that it sets and does not read, each to a setting, `Routed` or `Balance`.
     """
 
     is_detached: bool
     loss: int | None
     returned: Any = ...
+    written: tuple[tuple[str, Any], ...] = ()
 
 
 class MoEBlock(NamedTuple):
@@ -127,8 +150,9 @@ class MoEBlock(NamedTuple):
         weights_at: where their weights are.
         top_k: how many experts a token has.
         choice: how these follow from logits; None where the gate says them.
-        shared: the name of an expert of all tokens, None without; and whether it gets ``[T, H]``.
-        shared_gate: the name of a projection to one value, whose sigmoid weighs that; None without.
+        shared: the paths of experts of all tokens.
+        shares_rows: whether these get ``[T, H]``.
+        shared_gate: the name of a projection to one value, whose sigmoid weighs these; None without.
         modes: what it does, by whether it is trained; without an entry it is something else.
     """
 
@@ -142,7 +166,8 @@ class MoEBlock(NamedTuple):
     weights_at: int | None
     top_k: int
     choice: Choice | None
-    shared: tuple[str, bool] | None
+    shared: tuple[str, ...]
+    shares_rows: bool
     shared_gate: str | None
     modes: tuple[tuple[bool, Mode], ...]
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from kernels_ext_npu.recognition.module_settings import is_setting
 from kernels_ext_npu.recognition.moe_blocks.children import AnyOperator, Gate, GateStub, Stub
-from kernels_ext_npu.recognition.moe_blocks.formulas import AddedLoss, Choice, Experts, Routed, gained
-from kernels_ext_npu.recognition.watched_runs import NotRecognisedError, is_close, run
+from kernels_ext_npu.recognition.moe_blocks.formulas import AddedLoss, Balance, Choice, Experts, Routed, gained
+from kernels_ext_npu.recognition.watched_runs import ROUNDINGS, NotRecognisedError, are_same, is_close, run
 
 _SOMETHING_ELSE = "it returns something else than the sum of what experts give and what its gate does"
 
@@ -21,7 +21,7 @@ class Parts(NamedTuple):
     module: nn.Module
     experts: Experts
     gate: Gate
-    shared: str | None
+    shared: tuple[str, ...]
     shared_gate: str | None
     own: str | None
 
@@ -42,7 +42,7 @@ class BlockRun:
     """One run of a block.
 
     Attributes:
-        structure: what it returned, as `Mode` has it.
+        structure: what it returned, and what it wrote, as `Mode` has both; ``...`` for a loss that was written.
         top_k: how many experts a token went to.
         takes_rows: whether the gate got ``[T, H]``.
         shares_rows: whether the expert of all tokens did.
@@ -55,13 +55,15 @@ class BlockRun:
         self.parts, self.probe = parts, probe
         self.x = x = (probe.magnitude * torch.randn(*probe.tokens, width)).to(probe.dtype)
         self._rows = rows = x.numel() // width
-        self._noise = probe.magnitude * torch.randn(number + 2, 2, width)
+        self._noise = probe.magnitude * torch.randn(number + max(1, len(parts.shared)) + 1, 2, width)
         self._own = torch.rand(number)
         self._gives = self._draw(parts.gate, training)
         gate, stubs = GateStub(self._gives, parts.gate.keeps_sequences), [Stub(*each) for each in self._noise]
-        self._shared, self._weighing = stubs[number], Stub(*self._noise[-1, :, :1])
+        self._shared, self._weighing = stubs[number:-1], Stub(*self._noise[-1, :, :1])
         children: dict[Any, nn.Module] = {experts.name: nn.ModuleList(stubs[:number]), parts.gate.name: gate}
-        children |= {parts.shared: self._shared, parts.shared_gate: self._weighing}
+        children[parts.shared_gate] = self._weighing
+        for name, is_listed, _ in (path.partition(".") for path in parts.shared):
+            children[name] = nn.ModuleList(self._shared) if is_listed else self._shared[0]
         self._arguments = [
             x,
             *(each for each in self._parts_given() if isinstance(each, Tensor) and each.is_floating_point()),
@@ -75,19 +77,22 @@ class BlockRun:
         with torch.set_grad_enabled(probe.with_grad):
             for kind, held in (("parameters", module._parameters), ("buffers", module._buffers)):
                 given[kind] = {n: None if each is None else self._own.view(each.shape) for n, each in held.items()}
-            result = run(module, x, **given, training=training, watch=watch)
+            members: dict[str, Any] = {}
+            result = run(module, x, **given, training=training, watch=watch, written=members)
         (seen,) = gate.seen or (None,)
         self.widens = seen is not None and seen.dtype is torch.float32 and x.dtype is not torch.float32
         if seen is None or not (self.widens or seen.dtype is x.dtype) or seen.requires_grad is not x.requires_grad:
             raise NotRecognisedError("its gate is given something else")
         if not torch.equal(seen.reshape(rows, -1), x.to(seen.dtype).reshape(rows, -1)):
             raise NotRecognisedError("its gate is given something else")
-        self.takes_rows, self.shares_rows = seen.dim() < x.dim(), self._shared.dims < x.dim()
+        self.takes_rows, self.shares_rows = seen.dim() < x.dim(), self._shared[0].dims < x.dim()
         self.top_k = parts.gate.top_k or sum(each.rows for each in stubs[:number]) // rows
         called = [gate, *(each for each in (*stubs, self._weighing) if each.rows)]
         self.is_cast = all(each.is_cast for each in called)
         self._y: Tensor | None = None
-        self.structure = self._read(result)
+        self._loss: Tensor | None = None
+        returned = self._read(result)
+        self.structure = returned, tuple((name, self._read_member(each)) for name, each in members.items())
         if self._y is None or self._y.dtype is not x.dtype:
             raise NotRecognisedError(_SOMETHING_ELSE)
 
@@ -148,6 +153,38 @@ class BlockRun:
         self._y = result
         return ...
 
+    def _read_member(self, value: Any) -> Any:
+        """Return what an attribute is set to, and keep a loss."""
+        is_number = isinstance(value, Tensor) and value.dim() == 0 and self.parts.gate.index_at is None
+        if not is_number or self._loss is not None:
+            return self._read(value)
+        self._loss = value
+        return ...
+
+    def find_balance(self, choice: Choice | None, named: set[float]) -> Balance | None:
+        """Return which loss it wrote, whose factor is made of numbers that it names; None without one."""
+        if self._loss is None or choice is None:
+            return None
+        number, top_k = self.parts.experts.number, self.top_k
+        factors = [0.0, *(a * b for a in (1.0, *named) for b in (1, number, 1 / top_k, number / top_k))]
+        found = (Balance(each) for each in factors)
+        return next((each for each in found if self.balances(each, choice)), None)
+
+    def balances(self, balance: Balance | None, choice: Choice | None) -> bool:
+        """Tell whether it wrote a loss, and its gradient is that of it; without one, whether it wrote none."""
+        theirs, logits = self._loss, self._gives
+        if theirs is None or balance is None or choice is None:
+            return theirs is None
+        with torch.set_grad_enabled(self.probe.with_grad):
+            _, index = choice.choose(logits, None if choice.bias is None else self._own)
+            ours = balance.compute(choice, logits, index)
+        limit = ROUNDINGS * torch.finfo(theirs.dtype if choice.is_wide else logits.dtype).eps
+        if ours.dtype is not theirs.dtype or ours.requires_grad is not theirs.requires_grad:
+            return False
+        if not is_close(theirs, ours, limit):
+            return False
+        return not ours.requires_grad or are_same(theirs, ours, [logits])
+
     def _sum(self, is_detached: bool, loss: int | None, choice: Choice | None) -> Tensor:
         x, gate = self.x, self.parts.gate
         if choice is None:
@@ -160,9 +197,9 @@ class BlockRun:
         y = (given * weights.unsqueeze(-1)).sum(1).view(x.shape)
         y = y.detach() if is_detached else y
         y = y.to(x.dtype) if loss is None else AddedLoss.apply(y.to(x.dtype), self._gives[loss])
-        if self.parts.shared is None:
+        if not self.parts.shared:
             return y
-        more = self._shared.compute(x)
+        more = sum(each.compute(x) for each in self._shared)
         return y + (more if self.parts.shared_gate is None else torch.sigmoid(self._weighing.compute(x)) * more)
 
 

@@ -20,7 +20,8 @@ from kernels_ext_npu.recognition.module_settings import names_read, numbers
 from kernels_ext_npu.recognition.rotations.forms import forms_with
 from kernels_ext_npu.recognition.rotations.functions import Rotation
 from kernels_ext_npu.recognition.rotations.signatures import Signature
-from kernels_ext_npu.recognition.watched_runs import NotRecognisedError, snapshot, stand_in
+from kernels_ext_npu.recognition.stand_ins import snapshot, stand_in
+from kernels_ext_npu.recognition.watched_runs import NotRecognisedError
 
 _ANGLES = {"cos", "polar"}  # which a module calls that holds no tensor
 

@@ -18,9 +18,9 @@ from kernels_ext_npu.binding.devices import awaits_weights
 from kernels_ext_npu.binding.loaded_kernels import OWNER
 from kernels_ext_npu.binding.step_aside import guarded_forward
 from kernels_ext_npu.catalogue import LAYERS
-from kernels_ext_npu.module_state import has_hooks
+from kernels_ext_npu.module_state import child_at, has_hooks
 from kernels_ext_npu.recognition.module_settings import Settings, has_settings, is_linear
-from kernels_ext_npu.recognition.moe_blocks.formulas import AddedLoss, MoEBlock, Routed, gained
+from kernels_ext_npu.recognition.moe_blocks.formulas import AddedLoss, Balance, MoEBlock, Routed, gained
 from kernels_ext_npu.swaps.recognised.routers import choose_by
 
 if TYPE_CHECKING:
@@ -56,6 +56,10 @@ def make_block_forward(what: Recognised, matched: FunctionType) -> FunctionType:
         with torch.no_grad() if mode.is_detached else nullcontext():
             y = package.expert_lists.fused_listed_experts(experts, rows, index, weights).view(x.shape)
         y = y if mode.loss is None else AddedLoss.apply(y, given[mode.loss])
+        for name, part in mode.written:
+            is_loss = isinstance(part, Balance)
+            value = part.compute(choice, given[0].flatten(0, -2), index) if is_loss else _returned(part, y, given)
+            setattr(self, name, value)
         return _returned(mode.returned, _with_shared(self, block, x, rows, y), given)
 
     return guarded_forward(forward, matched, holds)  # type: ignore[arg-type]
@@ -127,11 +131,10 @@ class _Roles:
 
 
 def _with_shared(module: Any, block: MoEBlock, x: Tensor, rows: Tensor, y: Tensor) -> Tensor:
-    """Add the expert of all tokens, if there is one."""
-    if block.shared is None:
+    """Add what the experts of all tokens give, if there are any."""
+    if not block.shared:
         return y
-    name, takes_rows = block.shared
-    more = module._modules[name](rows if takes_rows else x).view(x.shape)
+    more = sum(child_at(module, path)(rows if block.shares_rows else x).view(x.shape) for path in block.shared)
     if block.shared_gate is not None:
         more = torch.sigmoid(module._modules[block.shared_gate](x)) * more
     return y + more
@@ -143,5 +146,7 @@ def _returned(structure: Any, y: Tensor, given: Any) -> Any:
         return y
     if isinstance(structure, Routed):
         found = given[structure.place]
-        return found.view(*y.shape[:-1], -1) if structure.is_by_sequence else found.flatten(0, max(0, found.dim() - 2))
+        if structure.is_by_sequence:
+            return found.view(*y.shape[:-1], -1)
+        return found.flatten(0, -2) if found.dim() > 2 else found
     return tuple(_returned(each, y, given) for each in structure) if type(structure) is tuple else structure

@@ -159,6 +159,31 @@ class Counts(Like):
         return y
 
 
+class KeepsTheOutput(Like):
+    def end(self, y, x):
+        self.last = y
+        return y
+
+
+class KeepsAnotherLoss(Like):
+    """Keeps a loss of the weights of chosen experts alone, and not of all scores."""
+
+    def route(self, x):
+        weights, chosen = super().route(x)
+        share = F.one_hot(chosen, EXPERTS).float().sum(1).mean(0)
+        self.loss = (share * torch.zeros_like(share).index_add(0, chosen[:, 0], weights[:, 0].float())).sum()
+        return weights, chosen
+
+
+class AddsTheLossThatItKept(Like):
+    loss = 0.0
+
+    def end(self, y, x):
+        y = y + self.loss
+        self.loss = y.mean().detach()
+        return y
+
+
 class Temperature(Like):
     def route(self, x):
         weights, chosen = F.softmax(self.gate(x) / 2, -1, dtype=torch.float32).topk(CHOSEN, -1)

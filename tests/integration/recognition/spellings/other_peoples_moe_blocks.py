@@ -285,6 +285,55 @@ class SequenceBlock(nn.Module):
         return y, probabilities.flatten(0, 1)
 
 
+class KeepingBlock(nn.Module):
+    """Keeps the loss of its gate as an attribute, and has two experts of all tokens in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chooser = Chooser(has_loss=True)
+        self.routed = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.always = nn.ModuleList(Expert() for _ in range(2))
+        self.act_fn = nn.SiLU()  # that of experts, which it does not call itself
+
+    def forward(self, x):
+        chosen, weights, self.load_loss = self.chooser(x)
+        flat = x.reshape(-1, WIDTH)
+        y = torch.zeros_like(flat)
+        for number, expert in enumerate(self.routed):
+            rows, places = torch.where(chosen == number)
+            y[rows] += (expert(flat[rows]) * weights[rows, places, None]).to(x.dtype)
+        y = y.view(x.shape)
+        for expert in self.always:
+            y = y + expert(x)
+        return y
+
+
+class BalancingBlock(nn.Module):
+    """Keeps a loss that balances its experts as Switch Transformers have it; outside of training a zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.loss_weight = 0.02
+
+    def forward(self, x):
+        flat = x.reshape(-1, WIDTH)
+        scores = self.router(flat).softmax(-1, dtype=torch.float32)
+        weights, chosen = scores.topk(CHOSEN, -1)
+        y = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            hit = (chosen == number).any(-1)
+            if hit.any():
+                gain = weights[hit][chosen[hit] == number].unsqueeze(-1)
+                y[hit] = y[hit] + (expert(flat[hit]) * gain).to(x.dtype)
+        self.balance = scores.new_zeros(())
+        if self.training:
+            share = F.one_hot(chosen, EXPERTS).sum(1).float().mean(0) / CHOSEN
+            self.balance = EXPERTS * self.loss_weight * torch.dot(share, scores.mean(0))
+        return y.view(x.shape)
+
+
 MOE_BLOCKS = (
     SortingBlock,
     ReportingBlock,
@@ -296,4 +345,6 @@ MOE_BLOCKS = (
     GroupsBlock,
     DenseBlock,
     SequenceBlock,
+    KeepingBlock,
+    BalancingBlock,
 )

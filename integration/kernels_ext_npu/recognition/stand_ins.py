@@ -1,0 +1,32 @@
+"""Instances that stand in for a module: of its class, with what it holds, but for other tensors and children."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from kernels_ext_npu.recognition.module_settings import is_config
+
+
+def stand_in(module: nn.Module, members: dict[str, Any]) -> nn.Module:
+    """Return an instance of a module's class with other members."""
+    made: Any = object.__new__(type(module))
+    own = {name: value for name, value in vars(module).items() if name != "forward"}
+    configs = {name: copy.copy(value) for name, value in own.items() if is_config(value)}
+    made.__dict__.update(copied(own) | configs | members)
+    return made
+
+
+def snapshot(module: nn.Module) -> dict[str, Any]:
+    """Return what a module holds, and what its configurations, dictionaries and lists do."""
+    members = vars(module)
+    return copied(members) | {name: dict(vars(value)) for name, value in members.items() if is_config(value)}
+
+
+def copied(value: Any) -> Any:
+    """Return a container with copies of those in it; anything else as it is."""
+    if type(value) is dict:
+        return {key: copied(each) for key, each in value.items()}
+    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value

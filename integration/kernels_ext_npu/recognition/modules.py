@@ -17,10 +17,10 @@ from torch.nn.parameter import is_lazy
 
 from kernels_ext_npu.recognition.activations import find_activation
 from kernels_ext_npu.recognition.computed import NotRecognised, Recognised
-from kernels_ext_npu.recognition.mlps import find_gated_mlp
+from kernels_ext_npu.recognition.mlps.finder import find_gated_mlp
 from kernels_ext_npu.recognition.module_settings import names_read, opaque_children, read_settings
 from kernels_ext_npu.recognition.moe_blocks.finder import find_moe_block
-from kernels_ext_npu.recognition.norms import find_norm
+from kernels_ext_npu.recognition.norms.finder import find_norm
 from kernels_ext_npu.recognition.purity import impurity
 from kernels_ext_npu.recognition.rotations.modules import find_rotating_module, held_tensors, read_helpers, tensor_names
 from kernels_ext_npu.recognition.routers.finder import find_router

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns.mlps import GATED, projection_names
 from kernels_ext_npu.recognition.computed import Computed, NotRecognised, Recognised
-from kernels_ext_npu.recognition.mlps import ACTIVATION_MODULES
+from kernels_ext_npu.recognition.mlps.finder import ACTIVATION_MODULES
 from kernels_ext_npu.recognition.module_settings import Settings, is_linear, read_settings
 from kernels_ext_npu.recognition.moe_blocks.formulas import Experts
 from kernels_ext_npu.recognition.stand_ins import stand_in

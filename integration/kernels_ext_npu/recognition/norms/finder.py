@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kernels_ext_npu.catalogue import NORMS
 from kernels_ext_npu.recognition.computed import Computed, NotRecognised
 from kernels_ext_npu.recognition.module_settings import names_read, numbers
-from kernels_ext_npu.recognition.norm_formulas import KINDS, Kind, Rounding, Terms
+from kernels_ext_npu.recognition.norms.formulas import KINDS, Kind, Rounding, Terms
 from kernels_ext_npu.recognition.watched_runs import (
     ANYTHING,
     CLAMPS,

@@ -1,0 +1,1 @@
+"""Gated MLPs, recognised by running them."""

@@ -1,0 +1,1 @@
+"""Norms, recognised by running them."""

@@ -32,7 +32,7 @@ class Computed(NamedTuple):
     dims: int = 1  # of the parameters: what has fewer gets more by them
     adds: bool = False  # what is given beside the first argument, in the end
     casts_back: bool = False  # to the dtype of the first argument
-    wants_one_dtype: bool = False  # for arguments and parameters: in several the layer would round in another way
+    wants_one_dtype: bool = False  # for arguments and parameters, float32 for frequencies: others round apart
     casts: bool = True  # what it computes: without, autocast decides the dtype of what is returned
     returned: tuple[Any, ...] | None = None  # of what is returned, where the tensor is not all of it
     refused: Reason | None = None  # why no layer takes its place

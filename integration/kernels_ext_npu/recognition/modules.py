@@ -23,6 +23,7 @@ from kernels_ext_npu.recognition.moe_blocks.finder import find_moe_block
 from kernels_ext_npu.recognition.norms.finder import find_norm
 from kernels_ext_npu.recognition.purity import impurity
 from kernels_ext_npu.recognition.rotations.modules import find_rotating_module, held_tensors, read_helpers, tensor_names
+from kernels_ext_npu.recognition.rotations.tables import find_rotary_table
 from kernels_ext_npu.recognition.routers.finder import find_router
 from kernels_ext_npu.recognition.watched_runs import OwnOperatorError, attempt, isolated
 
@@ -51,7 +52,7 @@ def recognise(module: nn.Module) -> Recognised | NotRecognised | None:
         block = (functools.partial(find_moe_block, recognise, settings),) if lists else ()
         finders: tuple[Any, ...] = find_norm, find_activation, find_gated_mlp, find_router, *rotating
         if tensors:
-            finders = rotating
+            finders = find_rotary_table, *rotating
         elif buffers:
             finders = find_router, *block
         elif opaque:

@@ -32,7 +32,7 @@ _OPERATORS = {
     *("arange", "copy", "empty_like", "empty", "zeros_like", "new_empty", "slice_scatter", "contiguous"),
 }
 _PRODUCTS = {"mm", "bmm"}  # whose dtypes autocast decides
-_TAKEN = frozenset(_OPERATORS | _PRODUCTS)
+OPERATORS = frozenset(_OPERATORS | _PRODUCTS)
 _MOST_OTHERS = 12  # forms that a function takes that is no rotation of any
 # which a function is tried with that is called with the same ranks; a number may be another each time
 _MOST_SETTINGS = 8
@@ -221,7 +221,7 @@ def _run(function: Callable, form: Form, values: Sequence[Any], called: set[str]
     """Return what a function makes of what it rotates; raise if it does anything but arithmetic."""
     tensors = [*values[: form.rotated], *form.tables(values)]
     versions = [tensor._version for tensor in tensors]
-    with Watched(_TAKEN) as watched:
+    with Watched(OPERATORS) as watched:
         result = function(*values)
     if called is not None:
         called.update(watched.called)

@@ -32,7 +32,7 @@ class RotatingModule(Rotation):
     def __init__(self, module: nn.Module, names: tuple[str, ...], helpers: tuple[Setting, ...]) -> None:
         signature = Signature(type(module).forward, 1)  # type: ignore[arg-type]
         forms = forms_with(signature, held_tensors(module, names), () if names else numbers(module, int))
-        super().__init__(_stand_in_function(module, names, signature), signature, helpers, forms)
+        super().__init__(stand_in_function(module, names, signature), signature, helpers, forms)
         self.names = names
 
 
@@ -69,7 +69,7 @@ def find_rotating_module(helpers: tuple[Setting, ...], module: nn.Module) -> Com
     return Computed(found.layer, rotation=found) if found.layer or (found.refused and is_called_so) else None
 
 
-def _stand_in_function(module: nn.Module, names: tuple[str, ...], signature: Signature) -> Callable:
+def stand_in_function(module: nn.Module, names: tuple[str, ...], signature: Signature) -> Callable:
     """Return a function of the arguments of a module and of its tensors, which keeps nothing of them."""
     cls: Any = type(module)
     read, empty = names_read(cls, cls.forward), vars(nn.Module())

@@ -16,7 +16,7 @@ from torch import nn
 from kernels_ext_npu.binding import forward_binding, registration
 from kernels_ext_npu.binding.forward_binding import our_forward
 from kernels_ext_npu.binding.loaded_kernels import OWNER, forward_owner, marked
-from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, ROTARY, ROUTERS
+from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, ROTARY, ROUTERS, TABLES
 from kernels_ext_npu.matching.classification import LIBRARIES, rotary_methods
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.module_state import child_at
@@ -196,6 +196,10 @@ def _forward_with(package: ModuleType, what: Recognised, matched: FunctionType) 
         from kernels_ext_npu.swaps.recognised.rotations import make_module_forward
 
         made = make_module_forward(what, matched)
+    elif KIND_OF_LAYER[what.computed.layer] is TABLES:
+        from kernels_ext_npu.swaps.recognised.rotations import make_table_forward
+
+        made = make_table_forward(package, what, matched)
     elif what.computed.block is not None:
         from kernels_ext_npu.swaps.recognised import moe_blocks
 

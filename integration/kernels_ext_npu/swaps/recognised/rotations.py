@@ -8,10 +8,11 @@ another device, under ``torch.compile`` or with angles that are trained is the f
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.devices import is_capturing
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_forward
+from kernels_ext_npu.binding.step_aside import guarded_forward
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.recognition.function_settings import IN_PLACE
 from kernels_ext_npu.recognition.module_settings import has_settings
@@ -58,6 +60,37 @@ def make_module_forward(what: Recognised, matched: FunctionType) -> FunctionType
 
     setattr(forward, MATCHED, matched)
     return forward  # type: ignore[return-value]
+
+
+def make_table_forward(package: ModuleType, what: Recognised, matched: FunctionType) -> FunctionType:
+    """Return the forward that makes cos and sin by the kernel, for modules that were recognised as the same."""
+    computed = what.computed
+    layer, numbers = getattr(package.layers, computed.layer).forward, dict(computed.numbers)
+    name: Any = dict(computed.parameters)["inv_freq"]
+
+    def holds(module: nn.Module) -> bool:
+        is_cast = not computed.casts and torch.is_autocast_enabled("npu")
+        return not is_cast and has_settings(module, what.settings)
+
+    def forward(self: nn.Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        (inv_freq,) = held_tensors(self, (name,))
+        is_aside = computed.wants_one_dtype and inv_freq.dtype is not torch.float32
+        if is_aside or position_ids.dim() != 2 or position_ids.is_floating_point():
+            return matched(self, x, position_ids)
+        return layer(_Frequencies(inv_freq, **numbers), x, position_ids)
+
+    def longer_forward(self: nn.Module, x: Tensor, position_ids: Tensor, unread: Any = None) -> tuple[Tensor, Tensor]:
+        return forward(self, x, position_ids)
+
+    takes_more = len(inspect.signature(matched).parameters) > 3
+    return guarded_forward(longer_forward if takes_more else forward, matched, holds)  # type: ignore[arg-type]
+
+
+class _Frequencies:
+    """What a layer reads of a module that makes cos and sin. torch.compile knows no SimpleNamespace."""
+
+    def __init__(self, inv_freq: Any, attention_scaling: float) -> None:
+        self.inv_freq, self.attention_scaling = inv_freq, attention_scaling
 
 
 def place_method(cls: type, name: str, found: Rotation) -> None:

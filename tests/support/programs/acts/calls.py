@@ -97,9 +97,9 @@ def labels(side: Side, choice: Random) -> Tensor:
 
 
 def own_loss(logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
-    """Compute a loss of logits that looks at them."""
-    rows = logits[:, :-1].reshape(-1, vocab_size)
-    return F.cross_entropy(rows, labels[:, 1:].reshape(-1)) + 0.125 * rows.float().logsumexp(-1).square().mean()
+    """Compute a loss of logits that looks at them, of rows with a label: others may see no key."""
+    rows, words = logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1)
+    return F.cross_entropy(rows, words) + 0.125 * rows[words != LEFT_OUT].float().logsumexp(-1).square().mean()
 
 
 def smoothed_loss(logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:

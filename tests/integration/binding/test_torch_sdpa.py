@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels_ext_npu
@@ -185,6 +187,29 @@ def test_transforms_of_torch_func() -> None:
     inputs = [torch.stack([tensor, 2 * tensor]) for tensor in tensors()]
     attend = torch.func.vmap(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
     assert_near(attend(*(tensor.to("npu") for tensor in inputs)), attend(*inputs), ROUNDING)
+
+
+def test_tangents_flow_through_a_mask_of_floats_as_without_kernels() -> None:
+    q, k, v, change = (each.double() for each in (*tensors(), tensors()[0].flip(0)))
+    mask = padded_causal(float("-inf")).double()
+
+    def attend(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, *(each.to(x) for each in (k, v, mask)))
+
+    step = 1e-6
+    expected = (attend(q + step * change) - attend(q - step * change)) / (2 * step)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q.float().npu(), change.float().npu())
+        assert_near(forward_ad.unpack_dual(attend(dual)).tangent.cpu().double(), expected, ROUNDING)
+
+
+def test_what_was_traced_follows_a_mask_that_became_a_bias() -> None:
+    q, k, v = (each.npu() for each in tensors())
+    mask = padded_causal().npu()
+    F.scaled_dot_product_attention(q, k, v, mask)  # which reads it
+    traced = make_fx(F.scaled_dot_product_attention)(q, k, v, mask)
+    bias = torch.randn_like(mask)
+    assert_near(traced(q, k, v, bias), F.scaled_dot_product_attention(q, k, v, bias), ROUNDING)
 
 
 def test_dropout_drops_weights_and_follows_the_seed() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kernels_ext_npu.binding import registration
@@ -24,6 +25,7 @@ from kernels_ext_npu.binding.patches import Patches
 _NAME = "scaled_dot_product_attention"
 _REPOSITORY = "FlashAttention"
 IS_REPLACED = hasattr(torch.library, "get_kernel")  # from torch 2.9 on, which gives what a kernel replaces
+_PROXY = torch._C._TorchDispatchModeKey.PROXY  # which make_fx traces by
 _KINDS = (Tensor, FakeTensor)  # of tensors that lie on one device, or would
 # what a mask of floats is a part of -> its version and the part that was read, and which keys a query sees by that
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -123,6 +125,9 @@ def _as_boolean(mask: Any, query: Tensor, key: Tensor) -> Any:
     if not (type(mask) is Tensor and mask.is_floating_point() and query.dim() == 4 and 2 <= mask.dim() <= 4):
         return mask
     if mask.requires_grad or _is_left.get() or torch.compiler.is_compiling() or is_capturing():
+        return mask
+    # the fused operator loses tangents, and a trace would keep what was read of this mask
+    if forward_ad._current_level >= 0 or torch._C._get_dispatch_mode(_PROXY) is not None:
         return mask
     part = mask[..., :1, :, :] if mask.dim() > 2 and mask.stride(-3) == 0 else mask
     sizes, shape = (*(1 for _ in range(part.dim(), 4)), *part.shape), (len(query), 1, query.shape[2], key.shape[2])

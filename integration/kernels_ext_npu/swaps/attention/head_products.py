@@ -60,5 +60,4 @@ class HeadProducts:
 
 def _may_be_derived() -> bool:
     """Tell whether somebody may derive the products: those by groups have no derivative."""
-    is_transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return is_transformed or torch.is_grad_enabled()
+    return torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -3,7 +3,8 @@
 They do where the class has another forward by now, or the module another class, both of which a bound forward hides;
 where a member that decides what is computed was changed; for more arguments than the layer has; and for arguments that
 the layer does not take, such as a list or a tensor of another shape, with a warning unless the class refuses them too.
-A RuntimeError, as a device raises it, goes to the caller.
+A RuntimeError, as a device raises it, goes to the caller, but for that of a graph which is exported and does not know
+how many values there are.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_forward, class
 
 _METHODS = "_kernels_methods"  # attribute of our forwards: the methods with which that of the class was matched
 _REFUSALS = (AttributeError, LookupError, TypeError, ValueError)  # what layers raise for arguments they do not take
+
+_UNKNOWN_SIZE = "GuardOnDataDependentSymNode"  # of torch.fx.experimental.symbolic_shapes
 
 
 @functools.cache
@@ -56,6 +59,10 @@ def guarded_forward(
             return forward(self, *args, **({names[n]: value for n, value in kwargs.items()} if kwargs else kwargs))
         except _REFUSALS as error:
             refused = error
+        except RuntimeError as error:
+            if type(error).__name__ != _UNKNOWN_SIZE:
+                raise
+            return matched(self, *args, **kwargs)
         result = matched(self, *args, **kwargs)  # which may refuse it, too
         name = type(self).__name__
         warnings.warn(f"{name} computed this without its kernel, which refused it: {refused}", stacklevel=2)

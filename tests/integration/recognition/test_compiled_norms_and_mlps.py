@@ -246,7 +246,8 @@ def test_modules_of_many_kinds_may_be_compiled_by_themselves() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("cls", [MetaNorm, MetaMLP])
-def test_a_graph_that_does_not_know_how_many_tokens_there_are_stays_whole(cls: type[nn.Module]) -> None:
+@pytest.mark.parametrize("exports", [False, True])
+def test_a_graph_that_does_not_know_how_many_tokens_there_are_stays_whole(cls: type[nn.Module], exports: bool) -> None:
     """As where experts are computed one after the other: each gets the tokens that chose it."""
 
     class Some(Block):
@@ -256,6 +257,10 @@ def test_a_graph_that_does_not_know_how_many_tokens_there_are_stays_whole(cls: t
 
     plain, x = Some(cls()), torch.randn(2, 5, WIDTH)
     model = kernels_ext_npu.kernelize(copy.deepcopy(plain).to("npu"))
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    for each in (x, -x, x.abs()):
+    if exports:
+        with torch.enable_grad():
+            compiled = torch.export.export(model, (x.npu(),), strict=False).module()
+    else:
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for each in (x, -x, x.abs(), -x.abs()):
         torch.testing.assert_close(compiled(each.npu()).cpu(), plain(each), rtol=1e-5, atol=1e-5)

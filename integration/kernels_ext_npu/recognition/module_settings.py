@@ -234,9 +234,8 @@ def is_opaque(child: Any) -> bool:
 
 def is_container(child: Any) -> bool:
     """Tell whether a child calls others one after the other, which are seen as children of the module themselves."""
-    return (
-        type(child) is nn.Sequential and not any(any(each.children()) for each in child) and bool(read_settings(child))
-    )
+    holds_others = type(child) is not nn.Sequential or any(any(each.children()) for each in child.children())
+    return not holds_others and read_settings(child) is not None
 
 
 def opaque_children(module: nn.Module) -> dict[str, nn.Module]:

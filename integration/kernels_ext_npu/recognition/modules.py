@@ -10,6 +10,7 @@ the roundings of norms tell layers apart. What it was read from is kept beside i
 from __future__ import annotations
 
 import functools
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -72,10 +73,11 @@ def recognise(module: nn.Module) -> Recognised | NotRecognised | None:
 
 def _in_blocks(module: nn.Module) -> tuple[Any, ...]:
     """Return what a module with a list of modules is known by: the first of the list, and what is beside it."""
-    lists = {name: child for name, child in module._modules.items() if isinstance(child, nn.ModuleList) and child}
-    if not lists:
+    lists = {name: child for name, child in module._modules.items() if isinstance(child, nn.ModuleList)}
+    firsts = {name: each for name, child in lists.items() for each in islice(child.children(), 1)}
+    if not firsts:
         return ()
-    first = tuple((name, len(each), type(each[0]), read_settings(each[0])) for name, each in lists.items())
+    first = tuple((name, len(lists[name]), type(each), read_settings(each)) for name, each in firsts.items())
     others = {name: child for name, child in module._modules.items() if child is not None and name not in lists}
     beside = tuple(
         (name, read_settings(child, tuple(name for name, _ in child.named_buffers(recurse=False))))

@@ -198,3 +198,25 @@ def test_what_torch_makes_of_modules_stays_as_it_is(registered, change, is_serve
     swapped = any(row.swapped for row in kernels_ext_npu.report(model) if row.path == "0")
     assert swapped is is_served
     torch.testing.assert_close(model[0](x.npu()).cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+class Sparse(nn.Module):
+    """A layer with places for what it may do, as models have that choose norms and branches by a setting."""
+
+    def __init__(self, make: type[nn.ModuleList | nn.Sequential], *held: nn.Module | None) -> None:
+        super().__init__()
+        self.held = make(held) if make is nn.ModuleList else make(*held)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for each in self.held:
+            x = x if each is None else x + each(x)
+        return x
+
+
+@pytest.mark.parametrize("make", [nn.ModuleList, nn.Sequential])
+def test_lists_may_have_empty_places(registered, make: type) -> None:
+    plain = nn.Sequential(Sparse(make, None, EinsumNorm()), Sparse(make, EinsumNorm(), None), Sparse(make, None))
+    x = torch.randn(2, 5, WIDTH)
+    model = kernels_ext_npu.kernelize(copy.deepcopy(plain).to("npu"))
+    assert swapped(model) == {"RMSNorm": 2}
+    torch.testing.assert_close(model(x.npu()).cpu(), plain(x), rtol=1e-5, atol=1e-5)

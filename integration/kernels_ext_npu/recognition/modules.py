@@ -77,7 +77,8 @@ def _in_blocks(module: nn.Module) -> tuple[Any, ...]:
     firsts = {name: each for name, child in lists.items() for each in islice(child.children(), 1)}
     if not firsts:
         return ()
-    first = tuple((name, len(lists[name]), type(each), read_settings(each)) for name, each in firsts.items())
+    types = {name: frozenset(map(type, lists[name])) for name in firsts}
+    first = tuple((name, len(lists[name]), types[name], read_settings(each)) for name, each in firsts.items())
     others = {name: child for name, child in module._modules.items() if child is not None and name not in lists}
     beside = tuple(
         (name, read_settings(child, tuple(name for name, _ in child.named_buffers(recurse=False))))

@@ -126,6 +126,21 @@ def test_what_they_look_like_is_served(cls: type[nn.Module]) -> None:
     assert find_row(in_a_model(cls())).swapped
 
 
+@pytest.mark.parametrize("place", [0, 3])
+def test_one_that_holds_the_experts_of_a_rank_is_told_from_one_that_holds_all(place: int) -> None:
+    class OfARank(Like):
+        def expert(self, number, x, weights):
+            return 0 * x if self.experts[number] is None else super().expert(number, x, weights)
+
+    plain = OfARank().eval()
+    whole = in_a_model(plain)
+    plain.experts[place] = None
+    model, x = in_a_model(plain), torch.randn(2, 5, WIDTH)
+    assert (find_row(whole).swapped, find_row(model).swapped) == (True, False)
+    with torch.no_grad():
+        torch.testing.assert_close(model["block"](x.npu()).cpu(), plain(x), rtol=1e-5, atol=1e-5)
+
+
 def test_one_that_does_something_else_in_training_is_served_for_inference_alone() -> None:
     class Jittering(Like):
         def route(self, x):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
 from pathlib import Path
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -180,22 +180,26 @@ def is_others(cls: type) -> bool:
 def _used_names(cls: type[nn.Module]) -> set[str]:
     """Return the attributes and global names that a forward uses, and those methods of its class that it names.
 
-    In other people's code also those that functions use which these call.
+    In other people's code also those that functions use which these call, and the own names of what these call.
     """
     forward = inspect.unwrap(cls.forward)
     methods, named = vars(written_class(cls)).items(), referenced_names(forward)
     functions = [forward, *(inspect.unwrap(value) for name, value in methods if name in named and callable(value))]
+    names: set[str] = set()
     for function in functions if is_others(cls) else ():  # grows while it runs
-        functions += [each for each in _functions_called(function) if each not in functions]
-    return set().union(*map(referenced_names, functions))
+        called = list(_functions_called(function))
+        names |= {each.__name__ for each in called}
+        others = (each for each in called if not str(each.__module__).startswith(LIBRARIES))
+        functions += [each for each in others if each not in functions]
+    return names.union(*map(referenced_names, functions))
 
 
-def _functions_called(function: Any) -> Iterator[FunctionType]:
-    """Yield the functions of other people's code that a function names as globals, or as members of such a file."""
+def _functions_called(function: Any) -> Iterator[Any]:
+    """Yield the functions that a function names as globals, or as members of such a file."""
     for step, after in pairwise(instructions(function.__code__)) if isinstance(function, FunctionType) else ():
         value = function.__globals__.get(step.argval) if step.opname == "LOAD_GLOBAL" else None
         value = vars(value).get(after.argval) if isinstance(value, (ModuleType, SimpleNamespace)) else value
-        if isinstance(value, FunctionType) and not str(value.__module__).startswith(LIBRARIES):
+        if isinstance(value, (BuiltinFunctionType, FunctionType)):
             yield value
 
 

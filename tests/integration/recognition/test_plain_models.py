@@ -128,15 +128,25 @@ class ByFunctions(Mixer):
         return FUNCTIONS.mix(self.qkv(x)).transpose(1, 2).flatten(2)
 
 
+flash = F.scaled_dot_product_attention
+
+
+class ByAnotherName(Mixer):
+    """Calls torch's attention by the name under which its file has it."""
+
+    def mix(self, x):
+        return flash(*self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4))
+
+
 class WithAName(nn.Module):
-    """Has a child under the name of that function, and attends in nothing that it calls itself."""
+    """Has children under the names of these functions, and attends in nothing that it calls itself."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.attend = nn.Linear(32, 32)
+        self.attend, self.flash = nn.Linear(32, 32), nn.Linear(32, 32)
 
     def forward(self, x):
-        return self.attend(x)
+        return self.flash(self.attend(x))
 
 
 def weigh(scores):
@@ -157,7 +167,7 @@ def test_attention_with_a_softmax_in_a_function_has_a_row(registered) -> None:
     assert "it does not call its attention by a name" in row.reason
 
 
-@pytest.mark.parametrize("mixer", [Mixer, ByFunctions])
+@pytest.mark.parametrize("mixer", [Mixer, ByFunctions, ByAnotherName])
 def test_attention_that_torch_computes_has_a_row_whatever_its_name(registered, mixer) -> None:
     model = kernels_ext_npu.kernelize(nn.ModuleDict({"mixer": mixer(), "other": WithAName()}).to("npu"))
     assert not [row for row in rows(model) if row.path == "other"]

@@ -49,11 +49,7 @@ def read_settings(module: nn.Module, tensors: Collection[str] = ()) -> Settings 
         return None
     cls, own = written_class(type(module)), vars(module)
     names = names_read(cls, cls.forward)  # type: ignore[arg-type]
-    held = {name: own[name] for name in names if name in own and name not in _OWN_TO_TORCH and name not in tensors}
-    members = {name: value for name, value in held.items() if not is_config(value)}
-    for config in held.keys() - members.keys():
-        found = {name: getattr(held[config], name, None) for name in names}
-        members |= {f"{config}.{name}": each for name, each in found.items() if each is not None and not callable(each)}
+    members = _members_read(module, tensors)
     on_class = {name: inspect.getattr_static(cls, name, None) for name in names.difference(own)}
     members |= {name: value for name, value in on_class.items() if value is not None and is_plain(value)}
     buffers = {name for name, buffer in module._buffers.items() if buffer is not None}
@@ -80,6 +76,23 @@ def read_settings(module: nn.Module, tensors: Collection[str] = ()) -> Settings 
     )
     present = frozenset(_present(module))
     return Settings(cls, cls.forward, frozen, absent, present, methods, (*children.items(),), constants)  # type: ignore[arg-type]
+
+
+def unknown_member(module: nn.Module, tensors: Collection[str] = ()) -> str | None:
+    """Return what a forward reads that is no setting, such as an object; None if that is nothing, or a buffer."""
+    return next((name for name, value in _members_read(module, tensors).items() if not is_setting(value)), None)
+
+
+def _members_read(module: nn.Module, tensors: Collection[str]) -> dict[str, Any]:
+    """Return the members that a forward reads beside some tensors, and those of its configurations behind a dot."""
+    cls, own = written_class(type(module)), vars(module)
+    names = names_read(cls, cls.forward)  # type: ignore[arg-type]
+    held = {name: own[name] for name in sorted((names & own.keys()) - _OWN_TO_TORCH) if name not in tensors}
+    members = {name: value for name, value in held.items() if not is_config(value)}
+    for config in held.keys() - members.keys():
+        found = {name: getattr(held[config], name, None) for name in names}
+        members |= {f"{config}.{name}": each for name, each in found.items() if each is not None and not callable(each)}
+    return members
 
 
 def has_settings(module: Any, settings: Settings) -> bool:

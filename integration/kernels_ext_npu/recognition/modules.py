@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from kernels_ext_npu.recognition.activations import find_activation
 from kernels_ext_npu.recognition.computed import NotRecognised, Recognised
 from kernels_ext_npu.recognition.mlps.finder import find_gated_mlp
-from kernels_ext_npu.recognition.module_settings import names_read, opaque_children, read_settings
+from kernels_ext_npu.recognition.module_settings import names_read, opaque_children, read_settings, unknown_member
 from kernels_ext_npu.recognition.moe_blocks.finder import find_moe_block
 from kernels_ext_npu.recognition.norms.finder import find_norm
 from kernels_ext_npu.recognition.purity import impurity
@@ -39,8 +39,11 @@ def recognise(module: nn.Module) -> Recognised | NotRecognised | None:
     tensors = tensor_names(module)
     buffers = tuple(name for name, each in module._buffers.items() if each is not None and name not in tensors)
     settings = read_settings(module, tensors or buffers)
-    if settings is None or "npu" in names_read(type(module), type(module).forward):  # type: ignore[arg-type]
+    if "npu" in names_read(type(module), type(module).forward):  # type: ignore[arg-type]
         return None  # what it computes on an NPU is seen on none
+    if settings is None:
+        member = unknown_member(module, tensors or buffers)
+        return None if member is None else NotRecognised(f"it reads self.{member}, no number, text or function")
     opaque = tuple((path, type(child)) for path, child in opaque_children(module).items())
     shapes = tuple((name, None if p is None else p.shape) for name, p in module._parameters.items())
     tables = tuple((name, each.shape, each.dtype) for name, each in zip(tensors, held_tensors(module, tensors)))

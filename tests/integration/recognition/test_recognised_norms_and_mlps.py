@@ -233,6 +233,22 @@ def test_the_report_says_what_one_was_seen_to_do_that_no_kernel_does(registered,
     assert seen in row.reason
 
 
+def test_the_report_names_a_member_that_is_no_setting(registered) -> None:
+    class Steps:
+        eps = 1e-6
+
+    class ByStepsNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.steps = nn.Parameter(torch.ones(WIDTH)), Steps()
+
+        def forward(self, x):
+            return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.steps.eps)
+
+    (row,) = (row for row in rows(kernels_ext_npu.kernelize(Block(ByStepsNorm()).to("npu"))) if row.path == "part")
+    assert row.reason.endswith("it reads self.steps, no number, text or function")
+
+
 @pytest.mark.parametrize(
     ("like", "kind"),
     [("NotInHalf", "norms"), ("DetachedMean", "norms"), ("OfFixedHalves", "gated MLPs"), ("ReluGated", "gated MLPs")],

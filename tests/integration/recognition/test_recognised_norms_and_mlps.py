@@ -43,6 +43,7 @@ from tests.integration.recognition.spellings.other_peoples_norms import (
     RMS_NORMS,
     WIDTH,
     DecoratedNorm,
+    GainOfThreeDimensions,
     MetaNorm,
     NormOfConstants,
     NormOfHeads,
@@ -182,9 +183,10 @@ def test_a_row_of_zeros_stays_one_where_the_length_is_limited(registered) -> Non
     torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-5)  # sums of float32
 
 
-def test_a_weight_with_more_dimensions_than_what_it_scales_adds_them(registered) -> None:
-    model, x = kernels_ext_npu.kernelize(Block(NormOfThreeDimensions()).to("npu")), torch.randn(5, WIDTH)
-    torch.testing.assert_close(model(x.npu()).cpu(), NormOfThreeDimensions()(x), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("cls", [NormOfThreeDimensions, GainOfThreeDimensions])
+def test_a_weight_with_more_dimensions_than_what_it_scales_adds_them(registered, cls) -> None:
+    model, x = kernels_ext_npu.kernelize(Block(cls()).to("npu")), torch.randn(5, WIDTH)
+    torch.testing.assert_close(model(x.npu()).cpu(), cls()(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("cls", [NormOfHeads, MLPOfRows])

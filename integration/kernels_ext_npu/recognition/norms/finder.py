@@ -105,6 +105,12 @@ class _Norm:
         terms = Terms(magnitude * x, gate if self.is_gated else None, *weights, self.size)
         return _cast(terms, torch.float64, self.weight_dtype)
 
+    def _norm(self, *tokens: int) -> None:
+        """Norm random numbers; raise an error if another shape comes out."""
+        terms = self.draw(*tokens)
+        if self.run(terms).shape != terms.x.shape:
+            raise ValueError("it gives another shape")
+
     def find(self) -> Computed:
         """Return what it computes.
 
@@ -112,8 +118,10 @@ class _Norm:
             NotRecognisedError: it does what no norm does that is known, or calls torch's own layer norm alone.
         """
         for self.weight_dtype in (torch.float64, torch.float32):  # torch's layer norm wants those of what was cast
-            if taken := taken_shapes(lambda *tokens: self.run(self.draw(*tokens))):
+            if taken := taken_shapes(self._norm):
                 break
+        if all(len(tokens) > 1 for tokens in taken):  # rows alone would get a dimension more
+            self.dims = max(self.dims, 3)
         first, *shapes = (tokens for tokens in taken if len(tokens) + 1 >= self.dims)
         eps = self._solve_eps(first)
         if eps is None:

@@ -337,7 +337,6 @@ ROUNDED_FIRST = [
 ROUNDED_LAST = [PromotedNorm, LitNorm, FunctionalNorm, EpslessNorm, TorchNorm, ChatGLMNorm, MultipliedInPlaceNorm]
 
 
-# class -> the layer that computes the same
 class NormOfThreeDimensions(MetaNorm):
     """Has a weight with as many dimensions as what it scales."""
 
@@ -346,11 +345,20 @@ class NormOfThreeDimensions(MetaNorm):
         self.gain = nn.Parameter(self.gain.data[None, None])
 
 
+class GainOfThreeDimensions(MetaNorm):
+    """Gives its weight as many dimensions as what it scales."""
+
+    def forward(self, x):
+        y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return y.to(x.dtype) * self.gain[None, None, :]
+
+
+# class -> the layer that computes the same
 RMS_NORMS = {
     **dict.fromkeys(ROUNDED_FIRST, "RMSNorm"),
     **dict.fromkeys(ROUNDED_LAST, "RMSNormCastLast"),
     **dict.fromkeys((UnitOffsetNorm, GemmaLikeNorm, AddcmulNorm, RoundedFirstZeroCentred), "RMSNormZeroCentered"),
     **dict.fromkeys((WeightlessNorm, OptionalWeightNorm, WeightlessEpslessNorm), "RMSNormWeightless"),
     **dict.fromkeys((BaichuanNorm,), "T5LayerNorm"),
-    NormOfThreeDimensions: "RMSNorm",
+    **dict.fromkeys((NormOfThreeDimensions, GainOfThreeDimensions), "RMSNorm"),
 }

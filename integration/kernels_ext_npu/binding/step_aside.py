@@ -4,7 +4,7 @@ They do where the class has another forward by now, or the module another class,
 where a member that decides what is computed was changed; for more arguments than the layer has; and for arguments that
 the layer does not take, such as a list or a tensor of another shape, with a warning unless the class refuses them too.
 A RuntimeError, as a device raises it, goes to the caller, but for that of a graph which is exported and does not know
-how many values there are.
+how many values there are, and of torch where an operator is not for tensors of a kind.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _METHODS = "_kernels_methods"  # attribute of our forwards: the methods with whi
 _REFUSALS = (AttributeError, LookupError, TypeError, ValueError)  # what layers raise for arguments they do not take
 
 _UNKNOWN_SIZE = "GuardOnDataDependentSymNode"  # of torch.fx.experimental.symbolic_shapes
+_NO_OPERATOR = "Could not run 'npu::"  # torch's words for tensors of another kind, such as nested ones
 
 
 @functools.cache
@@ -60,7 +61,7 @@ def guarded_forward(
         except _REFUSALS as error:
             refused = error
         except RuntimeError as error:
-            if type(error).__name__ != _UNKNOWN_SIZE:
+            if type(error).__name__ != _UNKNOWN_SIZE and not str(error).startswith(_NO_OPERATOR):
                 raise
             return matched(self, *args, **kwargs)
         result = matched(self, *args, **kwargs)  # which may refuse it, too

@@ -355,6 +355,14 @@ def test_dropouts_draw_what_they_draw_in_the_forward_of_the_class(registered, cl
     assert not torch.equal(model(x), model(x))
 
 
+@pytest.mark.parametrize("cls", [MetaNorm, MetaMLP])
+def test_a_nested_tensor_is_left_to_the_class(registered, cls: type[nn.Module]) -> None:
+    plain, parts = Block(cls()), [torch.randn(length, WIDTH) for length in (3, 5)]
+    model = kernels_ext_npu.kernelize(copy.deepcopy(plain).to("npu"))
+    given = torch.nested.nested_tensor([part.npu() for part in parts], layout=torch.jagged)
+    torch.testing.assert_close(model(given).values().cpu(), plain(torch.cat(parts)), rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_given_beside_a_tensor_is_left_to_the_class(registered) -> None:
     model = kernels_ext_npu.kernelize(ResidualNorm().to("npu"))
     x, residual = torch.randn(2, 2, 5, WIDTH, device="npu")

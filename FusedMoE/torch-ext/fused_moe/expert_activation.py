@@ -150,7 +150,7 @@ def recognised_activation(experts: nn.Module) -> Activation:
         if "forward" in members:  # `kernels` binds that of the class
             own = members["forward"]
             if type(own) is not MethodType or own.__func__ is not forward:
-                kind = repr(own)
+                kind = kind, repr(own)  # which may hand over to that of the class
     elif "act_fn" in attributes:  # somebody has made it a function
         kind = repr(attributes["act_fn"])
     kind = kind, _source(type(experts)._apply_gate)

@@ -24,7 +24,7 @@ def activation_to_call(mlp: nn.Module, unit: GatedUnit) -> Callable[[Tensor], Te
 
     Args:
         mlp: has its activation as a member, or none where its forward names a function.
-        unit: what is computed otherwise.
+        unit: what is computed otherwise; SwiGLU where there is no activation.
     """
     modules = mlp._modules
     for name in _NAMES:
@@ -38,24 +38,13 @@ def activation_to_call(mlp: nn.Module, unit: GatedUnit) -> Callable[[Tensor], Te
     forward = key.forward
     own = members["forward"] if "forward" in members else None  # noqa: SIM401  get() would be a call
     if own is not None and (type(own) is not MethodType or own.__func__ is not forward):
-        key = forward = own.__func__ if type(own) is MethodType else own
+        key = own.__func__ if type(own) is MethodType else own  # which may hand over to that of the class
     elif key is nn.GELU:
         key = members["approximate"]
     if key not in recognised and not torch.compiler.is_compiling():  # in a graph one that is not known yet is called
         recognised[key] = forward if has_values(activation, unit.activation) else None
     is_computed = key in recognised and recognised[key] is forward and not has_hooks(activation)
     return None if is_computed else activation
-
-
-def is_recognised(mlp: nn.Module, unit: GatedUnit) -> bool:
-    """Tell whether the activation of an MLP is known to be that of a unit."""
-    modules = mlp._modules
-    for name in _NAMES:
-        if name in modules:
-            activation = modules[name]
-            key = activation.__dict__["approximate"] if type(activation) is nn.GELU else type(activation)
-            return unit.recognised.get(key) is not None
-    return unit is SWIGLU
 
 
 def meet(mlp: nn.Module) -> None:

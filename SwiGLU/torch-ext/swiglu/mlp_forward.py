@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ._common.derivatives import is_transformed
 from ._common.distributed import is_distributed
-from .activations import activation_to_call, is_recognised
+from .activations import activation_to_call
 from .functional import apply_clamped_swiglu, apply_unit, takes_scaled
 from .operators import EXACT_GEGLU, GEGLU, NO_LIMIT, SWIGLU, GatedUnit, clipped_swiglu_fused
 from .packed_mlp import PackedMLP, trains_as_one_node
@@ -55,7 +55,7 @@ def find_unit(mlp: nn.Module) -> GatedUnit | None:
     While a graph is captured no values can be looked at: an activation whose class is not known yet is called.
     """
     for unit in (SWIGLU, GEGLU, EXACT_GEGLU):
-        if activation_to_call(mlp, unit) is None and is_recognised(mlp, unit):
+        if activation_to_call(mlp, unit) is None:
             return unit
     return None
 

@@ -238,6 +238,30 @@ def test_changed_experts_in_a_list_are_called_one_by_one(cls: type[nn.Module], c
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [
+        (lambda: zoo.build("gemma", hidden_act="gelu_new"), "NewGELUActivation"),  # which a kernel serves too
+        (lambda: zoo.build("qwen3_moe", hidden_act="gelu_new"), "NewGELUActivation"),
+        (lambda: expert_modules.block(Qwen3MoeSparseMoeBlock), "SiLUActivation"),
+    ],
+    ids=["MLP", "experts", "experts in a list"],
+)
+def test_a_changed_activation_of_what_is_computed_at_once_is_called(change, made, name: str) -> None:
+    original = made()
+    model = copy.deepcopy(original).to("npu")
+    for _ in range(2):  # at the second time its activation has a forward of a kernel
+        kernels_ext_npu.kernelize(model)
+
+    def run(module: nn.Module) -> Tensor:
+        given = torch.arange(8)[None] if hasattr(module, "config") else expert_modules.block_inputs()
+        found = module(given.to(next(module.parameters()).device))
+        return found if isinstance(found, Tensor) else found[0]
+
+    assert_counts(change, name, (original, model), run)
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_changed_layers_with_adapters_are_called_one_by_one(change) -> None:
     """Queries, keys and values of a model that is trained are computed together otherwise."""
     torch.manual_seed(0)

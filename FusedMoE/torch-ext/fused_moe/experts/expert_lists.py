@@ -29,7 +29,7 @@ THREE_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")) 
 _FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) is vars(linear) else None
 
 # the activations that were looked at; nothing is left on a module that may be saved
-_silu: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_silu: WeakKeyDictionary[nn.Module, tuple[Any, bool]] = WeakKeyDictionary()
 
 
 class ListedExperts(NamedTuple):
@@ -203,9 +203,11 @@ def _is_packed(gates: list[Tensor], ups: list[Tensor]) -> bool:
 
 
 def is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
-    """Tell by its values, which are looked at once, whether an activation is SiLU."""
+    """Tell by its values, which are looked at once for a forward, whether an activation is SiLU."""
     if not isinstance(activation, nn.Module):
         return activation is F.silu
-    if activation not in _silu:
-        _silu[activation] = has_values(activation, F.silu)
-    return _silu[activation]
+    own = activation.__dict__.get("forward")
+    forwards = type(activation).forward, getattr(own, "__func__", own)  # a method would keep the module
+    if activation not in _silu or _silu[activation][0] != forwards:
+        _silu[activation] = forwards, has_values(activation, F.silu)
+    return _silu[activation][1]

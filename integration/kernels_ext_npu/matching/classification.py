@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 import re
+import sys
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
@@ -195,10 +196,15 @@ def _used_names(cls: type[nn.Module]) -> set[str]:
 
 
 def _functions_called(function: Any) -> Iterator[Any]:
-    """Yield the functions that a function names as globals, or as members of such a file."""
+    """Yield the functions that a function names as globals, or as members of such a file, or imports by itself."""
+    file = None
     for step, after in pairwise(instructions(function.__code__)) if isinstance(function, FunctionType) else ():
         value = function.__globals__.get(step.argval) if step.opname == "LOAD_GLOBAL" else None
         value = vars(value).get(after.argval) if isinstance(value, (ModuleType, SimpleNamespace)) else value
+        if step.opname == "IMPORT_NAME":
+            file = sys.modules.get(step.argval)
+        elif step.opname == "IMPORT_FROM":
+            value = getattr(file, step.argval, None)
         if isinstance(value, (BuiltinFunctionType, FunctionType)):
             yield value
 

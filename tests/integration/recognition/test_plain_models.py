@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import sys
 import types
 
 import pytest
@@ -138,6 +139,15 @@ class ByAnotherName(Mixer):
         return flash(*self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4))
 
 
+class ByImporting(Mixer):
+    """Imports what attends where it is called."""
+
+    def mix(self, x):
+        from attending import by_heads
+
+        return by_heads(*self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4))
+
+
 class WithAName(nn.Module):
     """Has children under the names of these functions, and attends in nothing that it calls itself."""
 
@@ -167,8 +177,9 @@ def test_attention_with_a_softmax_in_a_function_has_a_row(registered) -> None:
     assert "it does not call its attention by a name" in row.reason
 
 
-@pytest.mark.parametrize("mixer", [Mixer, ByFunctions, ByAnotherName])
-def test_attention_that_torch_computes_has_a_row_whatever_its_name(registered, mixer) -> None:
+@pytest.mark.parametrize("mixer", [Mixer, ByFunctions, ByAnotherName, ByImporting])
+def test_attention_that_torch_computes_has_a_row_whatever_its_name(registered, mixer, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "attending", types.SimpleNamespace(by_heads=attend))
     model = kernels_ext_npu.kernelize(nn.ModuleDict({"mixer": mixer(), "other": WithAName()}).to("npu"))
     assert not [row for row in rows(model) if row.path == "other"]
     (row,) = [row for row in rows(model) if row.path == "mixer"]

@@ -187,6 +187,8 @@ def _function_module(active: Registration, callee: CalledFunction) -> nn.Module:
     active.functions[original] = callee.function
     cls: Any = type(callee.function)
     if "__reduce__" not in vars(cls):  # copies of a model get the module of the process, pickles refer to it by name
+        # hooks of all modules and torch.fx see none in a function
+        active.patches.attribute(cls, "__call__", lambda self, *args, **kwargs: self.forward(*args, **kwargs))
         active.patches.attribute(cls, "__deepcopy__", lambda self, memo: self)
         active.patches.attribute(cls, "__reduce__", lambda self: _by_name(original))
     return callee.function

@@ -81,6 +81,23 @@ def test_in_16_bits_it_is_as_near_to_float64_as_the_function(served, table_dtype
         assert (mine.cpu().double() - exact).norm() <= limit
 
 
+def test_it_is_no_module_to_hooks_of_all_modules_and_to_a_symbolic_trace(registered) -> None:
+    class Rotating(nn.Module):
+        def forward(self, x, cos, sin):
+            return others.apply_rope_litgpt(x, cos, sin)
+
+    plain, (_, arguments), seen = others.apply_rope_litgpt, SERVED["apply_rope_litgpt"], []
+    given = arguments()
+    expected, model = plain(*given), kernelized("apply_rope_litgpt")
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
+    model(*on("npu", given))
+    handle.remove()
+    assert seen == [model]
+    assert isinstance(others.apply_rope_litgpt, nn.Module)
+    traced = torch.fx.symbolic_trace(Rotating())
+    torch.testing.assert_close(traced(*on("npu", given)).cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", LOOKALIKES)
 def test_what_only_looks_like_one_is_left_alone(registered, name: str) -> None:
     found = said(kernelized(name))

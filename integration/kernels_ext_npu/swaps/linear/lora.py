@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import sys
 from collections.abc import Iterable, Sequence
 from types import FunctionType, ModuleType
@@ -142,7 +141,7 @@ def _refusal(module: Any, is_sharded: bool) -> str | None:
         return f"it is a {qualified_name(type(module))}: the kernel is for peft's Linear"
     written = _WRITTEN if is_plain else _WRITTEN_OF_QUANTISED
     if not (_is_written(type(module).forward, written) and vars(module).keys() >= _MEMBERS):  # type: ignore[arg-type]
-        return "this release of peft computes adapters in other words"
+        return "this release of peft computes adapters in other words, or its forward was replaced"
     if "forward" in vars(module) and forward_owner(module) is None:
         return WRAPPED
     found = _current_layer(module, is_sharded)
@@ -152,7 +151,7 @@ def _refusal(module: Any, is_sharded: bool) -> str | None:
 @functools.cache
 def _is_written(forward: FunctionType, lines: tuple[str, ...]) -> bool:
     """Tell whether a forward of peft computes adapters by the lines that the kernel reproduces."""
-    tree = function_tree(inspect.unwrap(forward))  # type: ignore[arg-type]
+    tree = function_tree(forward)  # none of one that somebody has wrapped
     assignments = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     return {ast.unparse(node) for node in assignments} >= set(lines)
 

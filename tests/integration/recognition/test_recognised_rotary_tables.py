@@ -110,6 +110,16 @@ class ByWidth(Table):
         return super().angles(positions) / (2 if positions.shape[1] > 9 else 1)
 
 
+class ByLengthOfX(Table):
+    def forward(self, x, positions):
+        return super().forward(x, positions / (2 if x.shape[-2] > 9 else 1))
+
+
+class ByRankOfX(Table):
+    def forward(self, x, positions):
+        return super().forward(x, positions / (2 if x.dim() == 4 else 1))
+
+
 class RememberingLast(Table):
     last = None
 
@@ -202,6 +212,21 @@ def test_it_is_called_by_names_with_what_it_does_not_read_and_for_other_position
         assert all(map(torch.equal, model["rope"](**kwargs), plain(**kwargs)))
     with pytest.raises(TypeError):
         model["rope"](x, positions, length=1, other=2)
+
+
+def test_frequencies_that_are_trained_or_of_another_shape_and_an_x_on_another_device_are_computed() -> None:
+    plain = Table()
+    model, (x, positions) = in_a_model(plain), x_and_positions(torch.float32)
+    plain, rope = plain.npu(), model["rope"]
+    grads = []
+    for table in (plain, rope):
+        table.freqs.requires_grad_()
+        sum(table(x.npu(), positions.npu())).sum().backward()
+        grads.append(table.freqs.grad)
+    assert torch.equal(*grads)
+    assert all(map(torch.equal, rope(x, positions.npu()), plain(x.npu(), positions.npu())))
+    plain.freqs = rope.freqs = torch.rand(5, 8, device="npu")
+    assert all(map(torch.equal, rope(x.npu(), positions.npu()), plain(x.npu(), positions.npu())))
 
 
 def test_autocast_and_frequencies_in_16_bits_decide_what_they_did() -> None:

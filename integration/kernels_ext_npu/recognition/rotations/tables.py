@@ -39,12 +39,12 @@ class _Table:
         (held,) = held_tensors(module, (name,))
         self.frequencies = torch.rand(len(held))
 
-    def run(self, positions: Tensor, dtype: torch.dtype = torch.float32, held: torch.dtype = torch.float32) -> Tensor:
-        """Return cos and sin of positions for an x and frequencies of some dtypes, in one tensor."""
+    def run(self, x: Tensor, positions: Tensor, held: torch.dtype = torch.float32) -> Tensor:
+        """Return cos and sin of positions for an x and frequencies of a dtype, in one tensor."""
         watched = Watched(OPERATORS)
         watched.autocast = torch.is_autocast_enabled("cpu")
         with watched:
-            made = self._compute(torch.ones(2, 3, dtype=dtype), positions, *self._others, self.frequencies.to(held))
+            made = self._compute(x, positions, *self._others, self.frequencies.to(held))
         if type(made) is not tuple:
             raise TypeError("it returns something else")
         return torch.stack(made)
@@ -52,9 +52,10 @@ class _Table:
     def gives(self, layer: str, scale: float, held: torch.dtype) -> set[torch.dtype | None] | None:
         """Return which dtypes it gives for frequencies of one, None for that of x; None if it gives something else."""
         dtypes: set[torch.dtype | None] = set()
-        positions = [torch.randint(_FURTHEST, shape) for shape in ((2, 5), (1, 1), (3, 1))]
-        for given, dtype in product(positions, _DTYPES):
-            found = self.run(given, dtype, held)
+        shapes = ((2, 5), (2, 5, 4)), ((1, 1), (1, 2, 1, 4)), ((3, 1), (3, 4))
+        for (shape, x_shape), dtype in product(shapes, _DTYPES):
+            given = torch.randint(_FURTHEST, shape)
+            found = self.run(torch.ones(x_shape, dtype=dtype), given, held)
             angles = _ANGLES[layer](given[..., None].float() * self.frequencies.to(held).float())
             expected = torch.stack((angles.cos(), angles.sin())) * scale
             if not is_close(found, expected.to(found.dtype)):
@@ -67,12 +68,13 @@ def find_rotary_table(module: nn.Module) -> Computed | None:
     """Return the layer that makes the same cos and sin, and the number that they are multiplied with."""
     names, signature = tensor_names(module), Signature(type(module).forward, 1)  # type: ignore[arg-type]
     held = held_tensors(module, names)
-    x, *others = signature.defaults
-    is_called_so = signature.is_plain and x in (None, inspect.Parameter.empty) and len(others) in (1, 2)
+    first, *others = signature.defaults
+    is_called_so = signature.is_plain and first in (None, inspect.Parameter.empty) and len(others) in (1, 2)
     if not is_called_so or len(names) != 1 or held[0].dim() != 1:
         return None
     table = _Table(module, names[0], signature)
-    solved = float(table.run(torch.zeros(1, 1, dtype=torch.int64))[0].flatten()[0])
+    x, origin = torch.ones(2, 3), torch.zeros(1, 1, dtype=torch.int64)
+    solved = float(table.run(x, origin)[0].flatten()[0])
     scale = next((each for each in (1.0, *numbers(module, float)) if abs(each - solved) <= 1e-6 * abs(solved)), None)
     for layer in _ANGLES if scale is not None else ():
         dtypes = attempt(table.gives, layer, scale, torch.float32)
@@ -81,10 +83,10 @@ def find_rotary_table(module: nn.Module) -> Computed | None:
         made = layer if dtypes == {None, *_DTYPES} else _IN_FLOAT32.get(layer)
         if made is None or not (made == layer or dtypes == {None, torch.float32}):
             return None
-        check_sizes(lambda given: table.run(given[..., 0].long()), 5, 7, 3)
+        check_sizes(lambda given: table.run(given, given[..., 0].long()), 5, 7, 3)
         positions = torch.randint(_FURTHEST, (2, 5))
         with autocast(True):
-            cast = attempt(table.run, positions)
+            cast = attempt(table.run, x, positions)
         # einsum makes a product of angles, which autocast of an NPU casts, and that of the CPU does not see
         is_product = "einsum" in names_read(type(module), type(module).forward)  # type: ignore[arg-type]
         numbers_read = (("attention_scaling", scale),)
@@ -92,7 +94,7 @@ def find_rotary_table(module: nn.Module) -> Computed | None:
             made,
             parameters=(("inv_freq", names[0]),),
             numbers=numbers_read,
-            casts=not is_product and cast is not None and torch.equal(cast, table.run(positions)),
+            casts=not is_product and cast is not None and torch.equal(cast, table.run(x, positions)),
             wants_one_dtype=attempt(table.gives, layer, scale, torch.bfloat16) != dtypes,
         )
     return None

@@ -75,6 +75,7 @@ def make_table_forward(package: ModuleType, what: Recognised, matched: FunctionT
     def forward(self: nn.Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         (inv_freq,) = held_tensors(self, (name,))
         is_aside = computed.wants_one_dtype and inv_freq.dtype is not torch.float32
+        is_aside |= inv_freq.requires_grad or inv_freq.dim() != 1 or x.device != position_ids.device
         if is_aside or position_ids.dim() != 2 or position_ids.is_floating_point():
             return matched(self, x, position_ids)
         return layer(_Frequencies(inv_freq, **numbers), x, position_ids)

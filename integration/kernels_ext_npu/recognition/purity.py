@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from itertools import pairwise
 from logging import Logger
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -36,11 +37,24 @@ def impurity(cls: type[nn.Module], _: Any) -> str | None:
     for function in _reached(cls):
         if written := written_globals(function.__code__):
             return f"it writes {written[0]} of its file"
+        if (name := _written_elsewhere(function)) is not None:
+            return f"it sets {name} of something else"
         if not _SEEDS.isdisjoint(code_names(function.__code__)):
             return "it seeds what draws random numbers"
         for step in instructions(function.__code__) if function.__module__ in own_files else ():
             if step.opname == "LOAD_GLOBAL" and not _is_constant(function.__globals__.get(step.argval)):
                 return f"it reads {step.argval} of its file, an object that may change"
+    return None
+
+
+def _written_elsewhere(function: FunctionType) -> str | None:
+    """Return an attribute that a function sets of something else than its first argument; None if it sets none."""
+    own = function.__code__.co_varnames[:1]
+    for before, step in pairwise(instructions(function.__code__)):
+        # after SWAP it has been read, too, as a run shows
+        last = before.argval[-1:] if type(before.argval) is tuple else (before.argval,)
+        if step.opname == "STORE_ATTR" and before.opname != "SWAP" and last != own:
+            return str(step.argval)
     return None
 
 

@@ -33,6 +33,7 @@ _KNOWN = frozenset(_ARITHMETIC | _SUMS | _ACTIVATIONS | _VIEWS | _PARTS | _MADE)
 _READS = {"_local_scalar_dense": "the host waits for a number in it"}
 _DEEDS = ("print", "open", "input")
 _running = threading.RLock()  # what is put in place of these goes out in turn
+_UNREAD = object()  # in the place of what a forward sets and does not read
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 ANYTHING = (Exception, SystemExit)  # that a forward raises which is given what it does not expect
 MAGNITUDES = (1e-2, 1.0, 1e2, 1e4)  # of numbers at which limits show
@@ -219,24 +220,24 @@ def run(
     Raises:
         NotRecognisedError: it calls another operator, or writes to its arguments or its members.
     """
-    given, watch = children or {}, watch or Watched(CLAMPS)
-    mode = {"training": training}
+    given, watch, mode = children or {}, watch or Watched(CLAMPS), {"training": training}
     others = {name: child for name, child in module._modules.items() if name not in given and child is not None}
     stand_ins = dict(module._modules) | {name: stand_in(child, mode) for name, child in others.items()} | {**given}
     own = {**module._parameters} if parameters is None else {**parameters}
     held = {**module._buffers} if buffers is None else {**buffers}
     made = stand_in(module, {"_parameters": own, "_modules": stand_ins, "_buffers": held, **mode})
     names = () if written is None else names_written(type(module), type(module).forward)  # type: ignore[arg-type]
-    for name in names:
-        vars(made).pop(name, None)
-    before = snapshot(made)
+    vars(made).update(dict.fromkeys(names, _UNREAD))
+    watched: Any = made, *(stand_ins[name] for name in others)
+    before = list(map(snapshot, watched))
     tensors = [each for each in (*arguments, *own.values(), *held.values()) if each is not None]
     versions = [tensor._version for tensor in tensors]
     with watch:
         result = watch.tensor(type(module).forward(made, *arguments))
     if written is not None:
-        written.update({name: vars(made).pop(name) for name in names if name in vars(made)})
-    if snapshot(made) != before or [tensor._version for tensor in tensors] != versions:
+        written.update({name: vars(made)[name] for name in names if vars(made)[name] is not _UNREAD})
+        vars(made).update(dict.fromkeys(names, _UNREAD))
+    if list(map(snapshot, watched)) != before or [tensor._version for tensor in tensors] != versions:
         raise NotRecognisedError("it writes to what it is given, or to itself")
     return result
 

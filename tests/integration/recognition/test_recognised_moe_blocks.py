@@ -181,6 +181,35 @@ def test_a_later_change_is_computed(change: str, monkeypatch) -> None:
     assert bool(seen) is (change == "hook")
 
 
+@pytest.mark.parametrize("change", ["one more", "one less", "forward", "hook"])
+def test_children_beside_the_experts_that_change_are_computed(change: str) -> None:
+    class Tapped(KeepingBlock):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act_fn = nn.Identity()
+
+        def forward(self, x):
+            return self.act_fn(super().forward(x))
+
+    plain = Tapped().eval()
+    model, x, seen = in_a_model(plain), tokens(plain), []
+    assert is_at_once(model, x.npu())
+    added = Expert()
+    for each in (plain, model["block"]):
+        if change == "one more":
+            each.always.append(copy.deepcopy(added).to(x.device if each is plain else "npu"))
+        elif change == "one less":
+            each.always[0] = None
+            each.always._modules.pop("0")
+        elif change == "forward":
+            each.act_fn.forward = torch.tanh
+        else:
+            each.act_fn.register_forward_hook(lambda *_: seen.append(1))
+    with torch.no_grad():
+        torch.testing.assert_close(model["block"](x.npu()).cpu(), plain(x), rtol=1e-5, atol=1e-5)
+    assert len(seen) == (2 if change == "hook" else 0)
+
+
 def test_adapters_on_experts_are_computed_and_the_report_says_so() -> None:
     plain = SortingBlock().eval()
     config = LoraConfig(target_modules=r".*specialists\.\d+\.w3", init_lora_weights=False)

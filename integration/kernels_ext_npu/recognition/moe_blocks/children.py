@@ -93,6 +93,13 @@ def longest_list(module: nn.Module) -> tuple[str, nn.ModuleList] | None:
     return lists[lengths.index(max(lengths))] if lengths and lengths.count(max(lengths)) == 1 else None
 
 
+def shared_paths(name: str, child: Any) -> tuple[str, ...]:
+    """Return the paths of the experts of all tokens in a child: itself, or those in a list."""
+    if not isinstance(child, nn.ModuleList):
+        return (name,)
+    return tuple(f"{name}.{place}" for place, each in child._modules.items() if each is not None)
+
+
 def read_gate(name: str, child: Any, experts: Experts) -> Gate | None:
     """Return what a child returns, if that may be experts of tokens and their weights, or logits; None if not."""
     if is_linear(child) and not _gives_several(child):

@@ -19,7 +19,7 @@ from kernels_ext_npu.matching.classification import BLOCK_NAMES
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.recognition.computed import Computed, NotRecognised, Recognised
 from kernels_ext_npu.recognition.module_settings import Settings, is_linear, numbers
-from kernels_ext_npu.recognition.moe_blocks.children import longest_list, read_experts, read_gate
+from kernels_ext_npu.recognition.moe_blocks.children import longest_list, read_experts, read_gate, shared_paths
 from kernels_ext_npu.recognition.moe_blocks.formulas import Choice, Experts, Mode, MoEBlock, possible_choices
 from kernels_ext_npu.recognition.moe_blocks.runs import BlockRun, Parts, Probe
 from kernels_ext_npu.recognition.purity import impurity
@@ -101,9 +101,9 @@ def _read_parts(module: nn.Module, experts: Experts) -> Parts | str:
     weighing = [name for name, child in others.items() if name != gate.name and is_linear(child)]
     if max(len(shared), len(weighing)) > 1 or (weighing and others[weighing[0]].out_features != 1):
         return "it has other children than a gate, and an expert of all tokens with its own"
-    listed = [f"{name}.{place}" for name in shared if name in _lists(module) for place in others[name]._modules]
+    paths = shared_paths(shared[0], others[shared[0]]) if shared else ()
     each, shared_gate = (next(iter(names), None) for names in (own, weighing))
-    return Parts(module, experts, gate, tuple(listed or shared), shared_gate, each)
+    return Parts(module, experts, gate, paths, shared_gate, each)
 
 
 class _Trial:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernels_ext_npu.recognition.module_settings import is_setting
+from kernels_ext_npu.recognition.module_settings import is_plain
 from kernels_ext_npu.recognition.moe_blocks.children import AnyOperator, Gate, GateStub, Stub
 from kernels_ext_npu.recognition.moe_blocks.formulas import AddedLoss, Balance, Choice, Experts, Routed, gained
 from kernels_ext_npu.recognition.watched_runs import ROUNDINGS, NotRecognisedError, are_same, is_close, run
@@ -138,7 +138,7 @@ class BlockRun:
         if type(result) is tuple:
             return tuple(map(self._read, result))
         if not isinstance(result, Tensor):
-            if is_setting(result):
+            if is_plain(result):
                 return result
             raise NotRecognisedError(_SOMETHING_ELSE)
         for place, each in enumerate(self._parts_given()):

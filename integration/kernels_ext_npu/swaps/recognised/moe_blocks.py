@@ -20,6 +20,7 @@ from kernels_ext_npu.binding.step_aside import guarded_forward
 from kernels_ext_npu.catalogue import LAYERS
 from kernels_ext_npu.module_state import child_at, has_hooks
 from kernels_ext_npu.recognition.module_settings import Settings, has_settings, is_linear
+from kernels_ext_npu.recognition.moe_blocks.children import shared_paths
 from kernels_ext_npu.recognition.moe_blocks.formulas import AddedLoss, Balance, MoEBlock, Routed, gained
 from kernels_ext_npu.swaps.recognised.routers import choose_by
 
@@ -37,7 +38,7 @@ def make_block_forward(what: Recognised, matched: FunctionType) -> FunctionType:
     def holds(module: nn.Module) -> bool:
         is_known = module.training in modes
         is_known &= block.casts or not torch.is_autocast_enabled("npu")
-        return is_known and has_settings(module, what.settings) and _have_settings(module, block)
+        return is_known and _is_as_it_was(module, what.settings) and _have_settings(module, block)
 
     def forward(self: nn.Module, x: Tensor) -> Any:
         rows, mode = x.reshape(-1, x.shape[-1]), modes[self.training]
@@ -95,31 +96,34 @@ def _have_settings(module: nn.Module, block: MoEBlock) -> bool:
         return False
     if not isinstance(experts, nn.ModuleList) or len(experts) != block.experts.number:
         return False
+    for name in {path.partition(".")[0] for path in block.shared}:
+        if shared_paths(name, children.get(name)) != block.shared:
+            return False
     compiling = torch.compiler.is_compiling()
     for expert in experts._modules.values() if compiling or settings is not None else ():
-        if compiling and not _has_forward(expert, block):
+        # in a graph the kernel does not see what it remembers of their forward
+        if compiling and not (_has_own_forward(expert) and type(expert).forward is block.experts.forward):
             return False
         if settings is not None and not _is_as_it_was(expert, settings):
             return False
     return True
 
 
-def _has_forward(expert: Any, block: MoEBlock) -> bool:
-    """Tell whether an expert has the forward of its class, or ours in its place.
-
-    In a graph the kernel does not see what it remembers of that.
-    """
-    own = expert.__dict__.get("forward")
-    is_own = own is None or getattr(getattr(own, "__func__", None), OWNER, None) is not None
-    return is_own and type(expert).forward is block.experts.forward
+def _has_own_forward(module: Any) -> bool:
+    """Tell whether a module has the forward of its class, or ours in its place."""
+    own = module.__dict__.get("forward")
+    return own is None or getattr(getattr(own, "__func__", None), OWNER, None) is not None
 
 
-def _is_as_it_was(expert: Any, settings: Settings) -> bool:
-    """Tell whether an expert has its settings, and nobody sees the calls of what is not called."""
+def _is_as_it_was(module: Any, settings: Settings) -> bool:
+    """Tell whether a module has its settings, and nobody sees or changes the calls of what is not called."""
+    if not has_settings(module, settings):
+        return False
     for name, _ in settings.children:
-        if has_hooks(expert._modules.get(name)):
+        child = module._modules[name]
+        if has_hooks(child) or not _has_own_forward(child):
             return False
-    return has_settings(expert, settings)
+    return True
 
 
 class _Roles:

@@ -184,6 +184,49 @@ class AddsTheLossThatItKept(Like):
         return y
 
 
+class SetsItOnItsGate(Like):
+    """Keeps what nobody sees that looks at the block itself."""
+
+    def route(self, x):
+        weights, chosen = super().route(x)
+        self.gate.load = chosen
+        return weights, chosen
+
+
+class DoublesAfterALoss(Like):
+    """Reads what it kept under a name that its code does not say."""
+
+    def route(self, x):
+        self.last_loss = 1.0
+        return super().route(x)
+
+    def forward(self, x):
+        kept = any(hasattr(self, f"{kind}_loss") for kind in ("last", "first"))
+        return super().forward(x) * (2 if kept else 1)
+
+
+class KeepsAList(Like):
+    def route(self, x):
+        self.seen: list[torch.Tensor] = []
+        return super().route(x)
+
+
+class Recorder(nn.Module):
+    def forward(self, chosen):
+        self.last = chosen
+        return chosen
+
+
+class HasARecorder(Like):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorder = Recorder()
+
+    def route(self, x):
+        weights, chosen = super().route(x)
+        return weights, self.recorder(chosen)
+
+
 class Temperature(Like):
     def route(self, x):
         weights, chosen = F.softmax(self.gate(x) / 2, -1, dtype=torch.float32).topk(CHOSEN, -1)

@@ -272,6 +272,14 @@ def test_changed_layers_with_adapters_are_called_one_by_one(change) -> None:
     assert_counts(change, "Linear", (original, model), partial(output, name="qwen3"), kernels_ext_npu.kernelize)
 
 
+def test_a_wrapped_forward_of_layers_with_adapters_is_called_in_models_that_are_swapped_later() -> None:
+    torch.manual_seed(0)
+    original = get_peft_model(zoo.build("qwen3"), LoraConfig(target_modules=["o_proj"], init_lora_weights=False)).eval()
+    with class_forward("Linear", original), torch.no_grad():
+        model = kernels_ext_npu.kernelize(copy.deepcopy(original).to("npu"))
+        assert_near(output(model, "qwen3"), output(original, "qwen3"))
+
+
 @pytest.mark.parametrize(("name", "kind", "given"), [
     ("qwen3", "Qwen3RMSNorm", [3]),
     ("qwen3", "Qwen3MLP", [None]),

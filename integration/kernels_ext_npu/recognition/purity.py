@@ -71,7 +71,8 @@ def _reached(cls: type[nn.Module]) -> list[FunctionType]:
         if not isinstance(value, FunctionType):  # an object of a library may import that when it is asked
             continue
         for function in dict.fromkeys((value, inspect.unwrap(value))):
-            if not isinstance(function, FunctionType) or (function.__module__ or "").startswith(_LIBRARIES):
+            # a wrapper of a library's says that it is of the module of what it wraps
+            if not isinstance(function, FunctionType) or _file(function).startswith(_LIBRARIES):
                 continue
             found.append(function)
             names = code_names(function.__code__)
@@ -79,6 +80,10 @@ def _reached(cls: type[nn.Module]) -> list[FunctionType]:
             read = [function.__globals__[name] for name in sorted(names & function.__globals__.keys())]
             waiting += [each for each in (*methods, *read) if not any(each is other for other in waiting)]
     return found
+
+
+def _file(function: FunctionType) -> str:
+    return str(function.__globals__.get("__name__", ""))
 
 
 def _is_constant(value: Any) -> bool:

@@ -254,14 +254,10 @@ def test_a_loss_that_a_block_keeps_is_kept_and_has_its_gradient(cls: type[nn.Mod
     assert found is None if expected is None else not found.cpu().any() and found.shape == expected.shape
 
 
-@pytest.mark.parametrize("change", ["loss_weight", "read"])
-def test_a_loss_that_changes_is_that_of_the_block(change: str, monkeypatch) -> None:
+def test_a_loss_whose_weight_changes_is_that_of_the_block() -> None:
     plain = BalancingBlock().train()
     model, x = in_a_model(plain), tokens(plain)
-    if change == "loss_weight":
-        plain.loss_weight = model["block"].loss_weight = 0.5
-    else:  # what is read by another method is a state
-        monkeypatch.setattr(BalancingBlock, "so_far", lambda self: self.balance, raising=False)
+    plain.loss_weight = model["block"].loss_weight = 0.5
     plain(x), model["block"](x.npu())
     torch.testing.assert_close(model["block"].balance.cpu(), plain.balance, rtol=1e-5, atol=1e-6)
 
@@ -317,6 +313,16 @@ def test_a_list_of_mlps_without_anything_that_chooses_is_no_block() -> None:
             return sum(expert(self.projection(x)) for expert in self.experts)
 
     assert not [row for row in rows(in_a_model(Ensemble())) if row.path == "block"]
+
+
+@pytest.mark.parametrize(("cls", "sums"), [(SortingBlock, 1), (KeepingBlock, 2)])
+def test_it_takes_a_sum_for_each_expert_of_all_tokens(cls: type[nn.Module], sums: int) -> None:
+    plain = cls().eval()
+    model, x = in_a_model(plain), tokens(plain).npu()
+    with torch.no_grad():
+        found = counted(lambda: model["block"](x))
+        gate = counted(lambda: model["block"].chooser(x))
+    assert found["add"] - gate.get("add", 0) == sums
 
 
 def test_a_loss_that_is_returned_has_no_dimension() -> None:

@@ -6,6 +6,7 @@ forward of the block's class loops over them.
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -138,7 +139,8 @@ def _with_shared(module: Any, block: MoEBlock, x: Tensor, rows: Tensor, y: Tenso
     """Add what the experts of all tokens give, if there are any."""
     if not block.shared:
         return y
-    more = sum(child_at(module, path)(rows if block.shares_rows else x).view(x.shape) for path in block.shared)
+    given = rows if block.shares_rows else x
+    more = functools.reduce(torch.add, [child_at(module, path)(given).view(x.shape) for path in block.shared])
     if block.shared_gate is not None:
         more = torch.sigmoid(module._modules[block.shared_gate](x)) * more
     return y + more

@@ -22,7 +22,6 @@ from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_forward, class
 
 _METHODS = "_kernels_methods"  # attribute of our forwards: the methods with which that of the class was matched
 _REFUSALS = (AttributeError, LookupError, TypeError, ValueError)  # what layers raise for arguments they do not take
-
 _UNKNOWN_SIZE = "GuardOnDataDependentSymNode"  # of torch.fx.experimental.symbolic_shapes
 _NO_OPERATOR = "Could not run 'npu::"  # torch's words for tensors of another kind, such as nested ones
 
@@ -59,11 +58,13 @@ def guarded_forward(
         try:
             return forward(self, *args, **({names[n]: value for n, value in kwargs.items()} if kwargs else kwargs))
         except _REFUSALS as error:
-            refused = error
+            refused = str(error)
         except RuntimeError as error:
-            if type(error).__name__ != _UNKNOWN_SIZE and not str(error).startswith(_NO_OPERATOR):
+            if type(error).__name__ == _UNKNOWN_SIZE:
+                return matched(self, *args, **kwargs)
+            if not str(error).startswith(_NO_OPERATOR):
                 raise
-            return matched(self, *args, **kwargs)
+            refused = "its operator is not for tensors of this kind"
         result = matched(self, *args, **kwargs)  # which may refuse it, too
         name = type(self).__name__
         warnings.warn(f"{name} computed this without its kernel, which refused it: {refused}", stacklevel=2)

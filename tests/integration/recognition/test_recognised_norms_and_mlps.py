@@ -360,7 +360,9 @@ def test_a_nested_tensor_is_left_to_the_class(registered, cls: type[nn.Module]) 
     plain, parts = Block(cls()), [torch.randn(length, WIDTH) for length in (3, 5)]
     model = kernels_ext_npu.kernelize(copy.deepcopy(plain).to("npu"))
     given = torch.nested.nested_tensor([part.npu() for part in parts], layout=torch.jagged)
-    torch.testing.assert_close(model(given).values().cpu(), plain(torch.cat(parts)), rtol=1e-5, atol=1e-5)
+    with pytest.warns(UserWarning, match="its operator is not for tensors of this kind"):
+        found = model(given)
+    torch.testing.assert_close(found.values().cpu(), plain(torch.cat(parts)), rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_given_beside_a_tensor_is_left_to_the_class(registered) -> None:

@@ -80,8 +80,11 @@ def find_rotary_table(module: nn.Module) -> Computed | None:
         dtypes = attempt(table.gives, layer, scale, torch.float32)
         if dtypes is None:
             continue
-        made = layer if dtypes == {None, *_DTYPES} else _IN_FLOAT32.get(layer)
-        if made is None or not (made == layer or dtypes == {None, torch.float32}):
+        if dtypes == {None, *_DTYPES}:
+            made: str | None = layer
+        else:
+            made = _IN_FLOAT32.get(layer) if dtypes == {None, torch.float32} else None
+        if made is None:
             return None
         check_sizes(lambda given: table.run(given, given[..., 0].long()), 5, 7, 3)
         positions = torch.randint(_FURTHEST, (2, 5))

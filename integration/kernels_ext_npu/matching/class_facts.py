@@ -11,6 +11,7 @@ from kernels_ext_npu.catalogue import ACTIVATIONS, MLPS, NORMS, Kind
 from kernels_ext_npu.matching.classification import (
     attends,
     calls_attention_by_name,
+    calls_grouped_mm,
     classify_class,
     is_classified_by_name,
     is_others,
@@ -35,6 +36,7 @@ class ClassFacts(NamedTuple):
         names_attention: whether it calls the attention that its config names.
         is_indexer: whether it is an indexer whose forward is known.
         is_experts: whether it calls the experts implementation that its config names.
+        calls_grouped_mm: whether it is of other people's code, and calls torch's products by groups.
         is_others: whether it is of other people's code.
         is_run: whether it is run to find what it computes: no pattern knows it, and it may be what a layer computes.
         functions: those that it calls, and that kernels may serve.
@@ -47,6 +49,7 @@ class ClassFacts(NamedTuple):
     names_attention: bool
     is_indexer: bool
     is_experts: bool
+    calls_grouped_mm: bool
     is_others: bool
     is_run: bool
     functions: tuple[CalledFunction, ...]
@@ -66,6 +69,7 @@ def class_facts(
         names_attention=calls_attention_by_name(cls),
         is_indexer=indexer_rewriter(cls) is not None,
         is_experts=is_experts_class(cls),
+        calls_grouped_mm=calls_grouped_mm(cls),
         is_others=is_others(cls),
         is_run=pattern is None and _is_run(cls, forward, kind),
         functions=called_functions(cls),

@@ -75,6 +75,7 @@ _ATTENTION_BY_NAME = {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"}
 _ATTENTION_NAMES = re.compile("Attention")
 _OTHER_ATTENTION = re.compile("Deformable|Pooling|GRU|AttentionMap|InvariantPoint")  # no queries over keys
 _SDPA = "scaled_dot_product_attention"
+_GROUPED_MM = {"grouped_mm", "_grouped_mm"}
 _SOFTMAX = {"softmax", _SDPA}
 # the projections of gated MLPs, as transformers names them
 _GATED = (
@@ -171,6 +172,11 @@ def attends(cls: type[nn.Module]) -> bool:
 def calls_sdpa(cls: type[nn.Module]) -> bool:
     """Tell whether a class of other people's code calls torch's attention, in its forward or in what that calls."""
     return is_others(cls) and _SDPA in _used_names(cls)
+
+
+def calls_grouped_mm(cls: type[nn.Module]) -> bool:
+    """Tell whether a class of other people's code calls torch's products by groups, as experts in one tensor do."""
+    return is_others(cls) and not _GROUPED_MM.isdisjoint(_used_names(cls))
 
 
 def is_others(cls: type) -> bool:

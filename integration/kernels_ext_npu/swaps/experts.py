@@ -3,11 +3,13 @@
 It is the forward of the layer `MoEExperts`, called by name. While kernels are registered, models that would take
 transformers' default take it, on the NPU; on other devices it hands over to that default. Who names another
 implementation gets that one.
+
+Other people's experts that call torch's products by groups are served by these: binding/torch_operators/grouped_mm.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,14 +21,18 @@ from kernels_ext_npu.binding.devices import awaits_weights, is_elsewhere
 from kernels_ext_npu.binding.forward_binding import bound_package, kernel_forward
 from kernels_ext_npu.binding.named_implementation import NPU_GROUPED_MM
 from kernels_ext_npu.binding.registration import Registration
+from kernels_ext_npu.binding.torch_operators import grouped_mm
 from kernels_ext_npu.catalogue import EXPERTS
 from kernels_ext_npu.matching.fingerprint import is_experts_class
 from kernels_ext_npu.module_state import has_hooks
+from kernels_ext_npu.reasons import Reason
+from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 
 DEFAULT = "grouped_mm"  # transformers' default
 _ASKED = "".join(DEFAULT)  # the same for who asked for it, told by identity: other readers of configs see no difference
 LAYER = "MoEExperts"  # what the implementation calls by name
+BY_TORCH = Reason("torch", "by torch's grouped_mm, which is the kernel's until unregister()")
 WITH_LISTS = ("SparseMoEBlock", "GatedMoEBlock")  # the layers that serve blocks with a list of experts
 # layer -> the submodule that it computes without calling it
 _BYPASSED = {
@@ -43,6 +49,14 @@ def install(active: Registration) -> None:
         patches.item(ALL_EXPERTS_FUNCTIONS._global_mapping, NPU_GROUPED_MM.name, npu_grouped_mm)
         patches.method(PreTrainedModel, "get_correct_experts_implementation", choose, is_in_use)
         patches.method(PreTrainedModel, "set_experts_implementation", set_implementation, is_in_use)
+
+
+def find(view: View) -> Iterator[Decision]:
+    """Decide of every module of other people's code that multiplies by torch's products by groups."""
+    for path, module in view.instances([cls for cls, facts in view.facts.items() if facts.calls_grouped_mm]):
+        name, reason = NPU_GROUPED_MM.name, _refusal(module)
+        present = name if reason is None else None
+        yield Decision(path, module, name, reason, present, kind=EXPERTS.in_models, is_candidate=reason is None)
 
 
 def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
@@ -133,6 +147,13 @@ def serving_package(module: nn.Module) -> Any:
     return active.packages.get(NPU_GROUPED_MM.repository) if active and is_called_by_name(module) else None
 
 
+def _refusal(module: nn.Module) -> str | None:
+    """Return why the kernel does not compute torch's products by groups for a module; None where it does."""
+    if not NPU_GROUPED_MM.is_registered():
+        return refusals.left_out(NPU_GROUPED_MM.repository) or refusals.NOT_REGISTERED
+    return refusals.elsewhere(module) if grouped_mm.IS_REPLACED else refusals.FORWARD_UNKNOWN
+
+
 def _modules(view: View) -> list[Any]:
     """Return the modules of a model whose forward calls the implementation that their config names."""
     return [module for cls, facts in view.facts.items() if facts.is_experts for module in view.by_class[cls]]
@@ -150,6 +171,8 @@ def remarks(view: View, served: list[Decision]) -> dict[Decision, str | None]:
 
 def _remark(decision: Decision) -> str | None:
     module = decision.module
+    if decision.present == NPU_GROUPED_MM.name:
+        return BY_TORCH
     if decision.present in WITH_LISTS:
         if bound_package(module) is None or awaits_weights():  # swaps/recognised/ has other people's
             return None
@@ -164,4 +187,4 @@ def _remark(decision: Decision) -> str | None:
     return "what lies between its products is computed in torch: the kernel has SwiGLU and the clipped SwiGLU"
 
 
-FINDER = Finder("experts", put=put, install=install, revert=revert, remarks=remarks)
+FINDER = Finder("experts", find, put, install=install, revert=revert, remarks=remarks)

@@ -64,6 +64,8 @@ def find(view: View) -> list[Decision]:
         if owner == RECOGNISED or module in view.recognised:  # another finder decides
             continue
         facts = view.facts[type(module)]
+        if facts.calls_grouped_mm:  # of another finder, too
+            continue
         is_called_by_name = facts.is_experts and experts.is_called_by_name(module)
         present = owner if owner in LAYERS else experts.LAYER if is_called_by_name else None
         kind = facts.kind

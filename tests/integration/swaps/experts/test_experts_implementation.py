@@ -22,11 +22,11 @@ def load(folder: Path, **options) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, device_map="npu", **options)
 
 
-def grouped_products(model: nn.Module) -> int:
-    """How many of them a forward launches: two for each experts module that is served."""
+def served_modules(model: nn.Module) -> int:
+    """How many experts modules ours computes in a forward: it permutes tokens by an operator, once for each."""
     npu_counts.reset()
     logits(model)
-    return npu_counts.read().get("npu_grouped_matmul", 0)
+    return npu_counts.read().get("npu_moe_token_permute", 0)
 
 
 rows = partial(served.rows, kind="experts")
@@ -47,7 +47,7 @@ def test_a_model_on_the_npu_takes_the_grouped_implementation_without_being_asked
     served = rows(model)
     assert served
     assert all(row.swapped and row.kernel == "MoEExperts" and NAME in row.reason for row in served)
-    assert grouped_products(model) == 2 * len(served)
+    assert served_modules(model) == len(served)
     assert_near(logits(model), logits(zoo.build(name)))
     model.save_pretrained(tmp_path)
     assert NAME not in (tmp_path / "config.json").read_text()
@@ -58,7 +58,7 @@ def test_a_model_on_the_npu_takes_the_grouped_implementation_without_being_asked
 def test_an_experts_implementation_that_was_asked_for_stays(registered, checkpoint, named, use_kernels) -> None:
     model = load(checkpoint("qwen3_moe"), experts_implementation=named, use_kernels=use_kernels)
     assert model.config._experts_implementation == named
-    assert grouped_products(model) == 0
+    assert served_modules(model) == 0
     (row, *_) = rows(model)
     assert not row.swapped
     if use_kernels:
@@ -70,7 +70,7 @@ def test_the_default_that_was_asked_for_stays_in_copies_and_after_another_regist
     model = load(checkpoint("qwen3_moe"), experts_implementation="grouped_mm")
     kernels_ext_npu.register()
     for one in (copy.deepcopy(model), model):
-        assert grouped_products(kernels_ext_npu.kernelize(one)) == 0
+        assert served_modules(kernels_ext_npu.kernelize(one)) == 0
         assert {row.reason for row in rows(one)} == {"the experts implementation grouped_mm was asked for"}
 
 
@@ -79,10 +79,10 @@ def test_kernelize_gives_the_grouped_implementation_to_a_model_that_was_loaded_b
     assert model.config._experts_implementation == "grouped_mm"
     kernels_ext_npu.kernelize(model)
     assert all(row.swapped for row in rows(model))
-    assert grouped_products(model) == 4
+    assert served_modules(model) == 2
     kernels_ext_npu.restore(model)
     assert model.config._experts_implementation == "grouped_mm"
-    assert grouped_products(model) == 0
+    assert served_modules(model) == 0
     assert not any(hasattr(module, "_fused_moe_gate") for module in model.modules())
 
 
@@ -94,9 +94,9 @@ def test_unregister_gives_the_default_experts_implementation_back(checkpoint) ->
     kernels_ext_npu.unregister()
     assert NAME not in ALL_EXPERTS_FUNCTIONS
     assert model.config._experts_implementation == named.config._experts_implementation == "grouped_mm"
-    assert grouped_products(model) == grouped_products(named) == 0
-    assert grouped_products(swapped) == 4  # until it is restored
-    assert grouped_products(kernels_ext_npu.restore(swapped)) == 0
+    assert served_modules(model) == served_modules(named) == 0
+    assert served_modules(swapped) == 2  # until it is restored
+    assert served_modules(kernels_ext_npu.restore(swapped)) == 0
     assert load(checkpoint("qwen3_moe")).config._experts_implementation == "grouped_mm"
     with pytest.raises(ValueError, match="not supported"):
         load(checkpoint("qwen3_moe"), experts_implementation=NAME)
@@ -108,7 +108,7 @@ def test_tensors_may_be_made_on_the_npu_by_default(registered) -> None:
     torch.set_default_device("npu")
     try:
         kernels_ext_npu.kernelize(model)
-        assert grouped_products(model) == 4
+        assert served_modules(model) == 2
     finally:
         torch.set_default_device(None)
 
@@ -119,9 +119,9 @@ def test_a_report_needs_no_kernel_that_cannot_be_loaded(checkpoint) -> None:
     model = load(checkpoint("qwen3_moe"))
     assert all(row.swapped for row in rows(model))
     with pytest.raises(ValueError, match="not available in the local cache"):
-        grouped_products(model)
+        served_modules(model)
     kernels_ext_npu.restore(model)
-    assert grouped_products(model) == 0
+    assert served_modules(model) == 0
 
 
 def test_a_kernel_that_was_loaded_twice_serves_all_the_same(registered) -> None:

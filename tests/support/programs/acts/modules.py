@@ -104,7 +104,7 @@ def change_a_class_back(side: Side, choice: Random) -> None:
     module.__class__ = type(module).__base__
 
 
-@act()
+@act(lambda side: not side.held.get("forwards of then"))
 def change_the_forward_of_a_class(side: Side, choice: Random) -> None:
     """For all its instances, as patches of frameworks do; torch makes a class for each parametrized module."""
     _, module = choice.choice(side.named(*PATCHED))
@@ -204,7 +204,8 @@ acts(
     copy_shallowly=lambda side, choice: copy.copy(side.model),
     # the twin is copied: Python cannot pickle the rotary functions that `kernels` decorates, and ours lets it
     pickle_it=lambda side, choice: (
-        pickle.loads(pickle.dumps(side.model)) if side.home == "npu" else copy.deepcopy(side.model)
+        side.held.update({"forwards of then": not side.is_registered})
+        or (pickle.loads(pickle.dumps(side.model)) if side.home == "npu" else copy.deepcopy(side.model))
     ),
 )
 

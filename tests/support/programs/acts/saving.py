@@ -26,15 +26,14 @@ def _path(side: Side, name: str = "") -> Path:
 @act()
 def save_and_load_the_whole_model(side: Side, choice: Random) -> None:
     """The twin is copied: see pickle_it. Its tensors share memory afterwards as they do in a file."""
+    side.held["forwards of then"] = not side.is_registered  # docs/served.md
     path = _path(side)
+    torch.save(members(side.model) if side.home == "cpu" else side.model, path)
     if side.home == "cpu":
-        torch.save(members(side.model), path)
         side.model = copy.deepcopy(side.model)
-        loaded = torch.load(path)
-        for name, tensor in members(side.model).items():
-            tensor.data = loaded[name].data
+        for tensor, loaded in zip(members(side.model).values(), torch.load(path).values(), strict=True):
+            tensor.data = loaded.data
     else:
-        torch.save(side.model, path)
         side.model = torch.load(path, weights_only=False)
 
 

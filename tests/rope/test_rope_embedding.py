@@ -111,6 +111,17 @@ def test_gradients_are_not_recorded() -> None:
     assert not any(table.requires_grad for table in module(x, POSITIONS.npu()))
 
 
+def test_what_has_a_gradient_can_be_written_into_one_table() -> None:
+    module, _ = kernelized(instance(LlamaRotaryEmbedding))
+    cos, sin = module(torch.zeros(1, 7, 24, device="npu"), POSITIONS[:1].npu())
+    factor, before = torch.full((24,), 2.0, device="npu", requires_grad=True), (cos.clone(), sin.clone())
+    cos.mul_(factor).sum().backward()
+    assert torch.equal(factor.grad, before[0].sum((0, 1)))
+    assert torch.equal(cos, 2 * before[0])
+    assert torch.equal(sin, before[1])
+    assert not sin.requires_grad
+
+
 @pytest.mark.parametrize("positions", [POSITIONS[:1], POSITIONS[1:, 4:5]], ids=["one row", "decode"])
 def test_the_gradient_of_trained_frequencies_is_that_of_the_formula(positions: Tensor) -> None:
     """In float64, as Mistral Large 4's table has it; angles of up to 131,071 radians are rounded in float32 first."""

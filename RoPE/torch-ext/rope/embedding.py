@@ -192,13 +192,13 @@ def _cos_sin_tables(angles: Tensor, scale: float, dtype: torch.dtype) -> Pair:
     if is_transformed() or angles.requires_grad:  # torch.func and autograd write to no tensor that they are given
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
     with unseen_by_checkpoints():
-        both = angles.new_empty((2, *angles.shape))
-        torch.cos(angles, out=both[0])
-        torch.sin(angles, out=both[1])
+        both = angles.new_empty((2 * len(angles), *angles.shape[1:]))
+        torch.cos(angles, out=both[: len(angles)])
+        torch.sin(angles, out=both[len(angles) :])
         if not isinstance(scale, (float, int)) or scale != 1:
             both.mul_(scale)
         both = both.to(dtype)
-    return both[0], both[1]
+    return both.unsafe_chunk(2)  # no views, to which nothing could be written that has a gradient
 
 
 def _inv_freq(module: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Tensor:

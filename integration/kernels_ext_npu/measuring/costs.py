@@ -24,8 +24,11 @@ from kernels_ext_npu.measuring.inside import Inside, inside
 from kernels_ext_npu.measuring.products import operator_name
 from softnpu.counting import STREAM_SYNCS
 
-# allocations, and a note to the allocator
-NO_LAUNCHES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "record_stream"}
+# allocations, a note to the allocator, and views that autograd is not told of
+NO_LAUNCHES = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "record_stream"),
+    *("_unsafe_view", "unsafe_split"),
+}
 # whose result is as many elements of the first argument as it has
 PICKING = {"embedding", "gather", "index", "index_select"}
 # of a shape that a tensor has, or of the dtype of one
@@ -61,8 +64,7 @@ class Cost(TorchDispatchMode):
     def count(self, operator: torch._ops.OpOverload, args: tuple, kwargs: dict, result: Any) -> Inside | None:
         """Count a call, and return what runs for it; None if it is no launch."""
         name, given = operator_name(operator), tensors(result)
-        is_view = operator.is_view or name == "_unsafe_view"
-        if operator.namespace == "prim" or is_view or name in NO_LAUNCHES:
+        if operator.namespace == "prim" or operator.is_view or name in NO_LAUNCHES:
             return None
         if not given and not operator._schema.is_mutable:  # operators of FSDP2 write, and give nothing
             return None

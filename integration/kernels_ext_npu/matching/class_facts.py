@@ -65,7 +65,7 @@ def class_facts(
         pattern=pattern,
         kind=kind,
         may_have_kind=kind is None and is_classified_by_name(cls),
-        attends=attends(cls),
+        attends=attends(cls) or forward is nn.MultiheadAttention.forward,
         names_attention=calls_attention_by_name(cls),
         is_indexer=indexer_rewriter(cls) is not None,
         is_experts=is_experts_class(cls),

@@ -26,7 +26,7 @@ _NAME = "scaled_dot_product_attention"
 _REPOSITORY = "FlashAttention"
 IS_REPLACED = hasattr(torch.library, "get_kernel")  # from torch 2.9 on, which gives what a kernel replaces
 _PROXY = torch._C._TorchDispatchModeKey.PROXY  # which make_fx traces by
-_KINDS = (Tensor, FakeTensor)  # of tensors that lie on one device, or would
+KINDS = (Tensor, FakeTensor)  # of tensors that lie on one device, or would
 # what a mask of floats is a part of -> its version and the part that was read, and which keys a query sees by that
 _read: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _is_left: ContextVar[bool] = ContextVar("_is_left", default=False)
@@ -69,7 +69,7 @@ def _cast(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    return torchs(keys, q, k, v, _as_boolean(mask, q, k), *args, **kwargs)
+    return torchs(keys, q, k, v, as_boolean(mask, q, k), *args, **kwargs)
 
 
 def _attend(
@@ -86,7 +86,7 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     if mask is not None and mask.dtype == query.dtype:  # other floats torch refuses
-        mask = _as_boolean(mask, query, key)
+        mask = as_boolean(mask, query, key)
     given_mask = mask if mask is None else mask[(None,) * (4 - mask.dim())]
     fits = _fits(query, key, value, given_mask, is_causal, enable_gqa)
     kernel = registration.try_package(_REPOSITORY) if fits else None
@@ -103,7 +103,7 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_cau
     if _is_left.get() or torch.compiler.is_compiling():
         return False
     tensors = (query, key, value) if mask is None else (query, key, value, mask)
-    if any(type(each) not in _KINDS or each.dim() != 4 for each in tensors):
+    if any(type(each) not in KINDS or each.dim() != 4 for each in tensors):
         return False
     batch, heads, queries, size = query.shape
     keys = key.shape[2]
@@ -116,7 +116,7 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_cau
     return mask.dtype is torch.bool and not is_causal and all(map(tuple.__contains__, allowed, mask.shape))
 
 
-def _as_boolean(mask: Any, query: Tensor, key: Tensor) -> Any:
+def as_boolean(mask: Any, query: Tensor, key: Tensor) -> Any:
     """Return which keys a query sees, ``[B or 1, 1, S_q, S_k]``; a mask itself where it adds to scores.
 
     One that differs by head is taken for a bias: layers make it anew, and the host would wait in each. So is one that

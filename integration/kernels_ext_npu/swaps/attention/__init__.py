@@ -39,6 +39,7 @@ from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 from kernels_ext_npu.transformers_internals import sdpa_drops_biases
 
 BY_TORCH = Reason("torch", "by torch's scaled_dot_product_attention, which is the kernel's until unregister()")
+WITHOUT_WEIGHTS = Reason("torch", f"{BY_TORCH}, where it is called with need_weights=False")
 LEARNED_BIAS = "it adds a learned bias to scores, which transformers' sdpa drops on NPUs"
 _DROPS_MASKS = "_attach_context_parallel_hooks"  # accelerate 1.15.0
 # methods of model classes that are replaced, each with what makes the replacement for a class that needs one
@@ -140,7 +141,8 @@ def _refusal(module: nn.Module) -> str | None:
     if indexers.is_indexer(module):
         return indexers.refusal(module)
     if not eligibility.calls_by_name(module):
-        return refusals.elsewhere(module) if sdpa.IS_REPLACED and calls_sdpa(type(module)) else UNNAMED
+        calls_torchs = calls_sdpa(type(module)) or isinstance(module, nn.MultiheadAttention)
+        return refusals.elsewhere(module) if sdpa.IS_REPLACED and calls_torchs else UNNAMED
     if NPU_FLASH_ATTENTION.is_named_by(module.config):
         return None
     if not (eligibility.names_flex(module.config) or eligibility.serves_config(module.config)):  # type: ignore[arg-type]
@@ -158,7 +160,7 @@ def _remark(model: nn.Module, path: str, module: nn.Module) -> str | None:
     if is_elsewhere(module):
         return f"in torch, since it is on {compute_device(module)}"
     if not eligibility.calls_by_name(module):
-        return BY_TORCH
+        return WITHOUT_WEIGHTS if isinstance(module, nn.MultiheadAttention) else BY_TORCH
     limit = eligibility.limit(module, *_dtype_and_softcap(module))
     if limit in (eligibility.IN_FLOAT64, eligibility.CAPPED, BIASED):  # with all scores in memory
         return f"in torch, {'where' if limit is BIASED else 'since'} {without_code(limit)}"

@@ -91,7 +91,7 @@ def find(view: View) -> Iterator[Decision]:
         present = name if reason is None else None
         if facts.is_indexer:
             yield Decision(path, module, name, reason, present, kind=INDEXERS.in_models, is_candidate=False)
-        if facts.attends:
+        if facts.attends and not _is_called_by_transformers(view, path, module):
             layer = name if eligibility.class_refusal(type(module)) is None else None
             is_candidate = reason is None
             yield Decision(path, module, layer, reason, present, kind=ATTENTION.in_models, is_candidate=is_candidate)
@@ -132,6 +132,16 @@ def revert(view: View) -> None:
         indexers.end_training(module)
     for _, model in view.pretrained:
         eligibility.note_restored(model.config)
+
+
+def _is_called_by_transformers(view: View, path: str, module: nn.Module) -> bool:
+    """Tell whether a module is torch's, inside one of transformers: most of these ask for weights."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return False
+    owner = path.rpartition(".")[0]
+    return any(
+        type(each).__module__.startswith("transformers.") for other, each in view.named if other == owner != path
+    )
 
 
 def _refusal(module: nn.Module) -> str | None:

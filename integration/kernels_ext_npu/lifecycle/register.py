@@ -60,7 +60,7 @@ def register(
     from transformers.distributed import utils
 
     from kernels_ext_npu.binding import lazy_swap, registration
-    from kernels_ext_npu.binding.torch_operators import rms_norm, sdpa
+    from kernels_ext_npu.binding.torch_operators import rms_norm, sdpa, varlen_attention
     from kernels_ext_npu.decoding import generation, static_cache
     from kernels_ext_npu.distribution import sources
     from kernels_ext_npu.lifecycle import pipeline
@@ -75,7 +75,7 @@ def register(
     try:
         for finder in finders.FINDERS:
             finder.install(active)
-        for part in (pipeline, generation, static_cache, rms_norm, sdpa):
+        for part in (pipeline, generation, static_cache, rms_norm, sdpa, varlen_attention):
             part.install(active.patches)
         if "npu" not in utils.DISTRIBUTED_BACKEND_MAP:
             active.patches.item(utils.DISTRIBUTED_BACKEND_MAP, "npu", BACKEND)

@@ -20,9 +20,9 @@ from kernels_ext_npu.binding import forward_binding, registration
 from kernels_ext_npu.binding.devices import compute_device, is_elsewhere
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.binding.registration import Registration
-from kernels_ext_npu.binding.torch_operators import sdpa
+from kernels_ext_npu.binding.torch_operators import sdpa, varlen_attention
 from kernels_ext_npu.catalogue import ATTENTION, INDEXERS
-from kernels_ext_npu.matching.classification import BIASED, UNNAMED, calls_sdpa, without_code
+from kernels_ext_npu.matching.classification import BIASED, UNNAMED, torchs_attention, without_code
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.attention import (
@@ -38,7 +38,6 @@ from kernels_ext_npu.swaps.attention.eligibility import FLEX
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 from kernels_ext_npu.transformers_internals import sdpa_drops_biases
 
-BY_TORCH = Reason("torch", "by torch's scaled_dot_product_attention, which is the kernel's until unregister()")
 LEARNED_BIAS = "it adds a learned bias to scores, which transformers' sdpa drops on NPUs"
 _DROPS_MASKS = "_attach_context_parallel_hooks"  # accelerate 1.15.0
 # methods of model classes that are replaced, each with what makes the replacement for a class that needs one
@@ -140,7 +139,9 @@ def _refusal(module: nn.Module) -> str | None:
     if indexers.is_indexer(module):
         return indexers.refusal(module)
     if not eligibility.calls_by_name(module):
-        return refusals.elsewhere(module) if sdpa.IS_REPLACED and calls_sdpa(type(module)) else UNNAMED
+        name = torchs_attention(type(module))
+        is_replaced = varlen_attention.is_replaced() if name == "varlen_attn" else name and sdpa.IS_REPLACED
+        return refusals.elsewhere(module) if is_replaced else UNNAMED
     if NPU_FLASH_ATTENTION.is_named_by(module.config):
         return None
     if not (eligibility.names_flex(module.config) or eligibility.serves_config(module.config)):  # type: ignore[arg-type]
@@ -158,7 +159,8 @@ def _remark(model: nn.Module, path: str, module: nn.Module) -> str | None:
     if is_elsewhere(module):
         return f"in torch, since it is on {compute_device(module)}"
     if not eligibility.calls_by_name(module):
-        return BY_TORCH
+        name = torchs_attention(type(module))
+        return Reason("torch", f"by torch's {name}, which is the kernel's until unregister()")
     limit = eligibility.limit(module, *_dtype_and_softcap(module))
     if limit in (eligibility.IN_FLOAT64, eligibility.CAPPED, BIASED):  # with all scores in memory
         return f"in torch, {'where' if limit is BIASED else 'since'} {without_code(limit)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,10 +55,24 @@ class SequenceEnds(NamedTuple):
         starts = zip((0, *self.ends), (0, *self.key_ends))
         return [(end - start, key_end - key_start) for (end, key_end), (start, key_start) in zip(zip(*self), starts)]
 
+    def longest(self) -> tuple[int, int]:
+        """Return the largest number of queries and that of keys."""
+        queries, keys = zip(*self.lengths())
+        return max(queries), max(keys)
+
     def without_empty(self) -> SequenceEnds:
         """Return the same without the sequences that have neither queries nor keys."""
         kept = [ends for ends, lengths in zip(zip(*self), self.lengths()) if any(lengths)]
         return SequenceEnds(*(tuple(column) for column in zip(*kept)))
+
+    def split(self, most: int) -> Iterator[tuple[slice, slice, SequenceEnds]]:
+        """Yield ``most`` sequences at a time: where their queries and their keys lie, and where each ends there."""
+        start = key_start = 0
+        for first in range(0, len(self.ends), most):
+            ends, key_ends = (each[first : first + most] for each in self)
+            shifted = SequenceEnds(tuple(e - start for e in ends), tuple(e - key_start for e in key_ends))
+            yield slice(start, ends[-1]), slice(key_start, key_ends[-1]), shifted
+            start, key_start = ends[-1], key_ends[-1]
 
 
 FULL = Band()

@@ -81,7 +81,8 @@ def attend_varlen(
     if not sequences.ends:  # one sequence without tokens stands for none, and keeps the graph of autograd
         sequences, spec = SequenceEnds((0,), (0,)), replace(spec, alibi_slopes=None)
     used, key_used = (ends[-1] for ends in sequences)
-    query, key, value = _slice(query, 0, used), _slice(key, 0, key_used), _slice(value, 0, key_used)
+    query = _slice(query, slice(0, used))
+    key, value = (_slice(tensor, slice(0, key_used)) for tensor in (key, value))
     if (
         is_fused(query, key, value, spec)
         and is_fused_varlen(sequences, band)
@@ -104,25 +105,21 @@ def _launch_varlen(
     """Launch the operator once for each ``MOST_SEQUENCES`` sequences, as many as it takes."""
     size, sequences = value.shape[2], sequences.without_empty()
     query, key, value = pad_heads(query, key, value)
-    parts, start, key_start = [], 0, 0
-    for first in range(0, len(sequences.ends), MOST_SEQUENCES):
-        ends, key_ends = (ends[first : first + MOST_SEQUENCES] for ends in sequences)
-        end, key_end = ends[-1], key_ends[-1]
-        if end > start:
-            tensors = _slice(query, start, end), *(_slice(tensor, key_start, key_end) for tensor in (key, value))
-            shifted = SequenceEnds(tuple(e - start for e in ends), tuple(e - key_start for e in key_ends))
-            longest, key_longest = (max(lengths) for lengths in zip(*shifted.lengths()))
+    parts = []
+    for queries, keys, part in sequences.split(MOST_SEQUENCES):
+        if queries.stop > queries.start:
+            tensors = _slice(query, queries), _slice(key, keys), _slice(value, keys)
+            longest, key_longest = part.longest()
             cropped = masking[:longest, :key_longest] if isinstance(masking, Tensor) else masking
             operator_mask = to_operator_mask(cropped, longest, key_longest, query)
-            parts.append(launch_differentiable(*tensors, "TND", operator_mask, spec, *shifted))
-        start, key_start = end, key_end
+            parts.append(launch_differentiable(*tensors, "TND", operator_mask, spec, *part))
     result = parts[0] if len(parts) == 1 else torch.cat(parts)
     return result[..., :size].contiguous() if result.shape[-1] > size else result
 
 
-def _slice(tensor: Tensor, start: int, end: int) -> Tensor:
+def _slice(tensor: Tensor, tokens: slice) -> Tensor:
     """Return some tokens of a tensor, and the tensor itself for all of them: the gradient of a slice is a copy."""
-    return tensor if (start, end) == (0, len(tensor)) else tensor[start:end]
+    return tensor if (tokens.start, tokens.stop) == (0, len(tensor)) else tensor[tokens]
 
 
 def _within_window(query: Tensor, key: Tensor, value: Tensor, band: Band) -> tuple[Tensor, Tensor]:

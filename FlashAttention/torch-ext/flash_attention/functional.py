@@ -58,11 +58,11 @@ def flash_attn_func(
     """
     name = "flash_attn_func"
     _refuse_weights(name, return_attn_probs)
-    _check(name, q, k, v, 4)
+    check_inputs(name, q, k, v, 4)
     spec = _attention_spec(name, q, dropout_p, softmax_scale, softcap, alibi_slopes, deterministic, s_aux)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"{name}: q, k and v must have one batch size, got {q.shape[0]} and {k.shape[0]}")
-    return attend(*(tensor.transpose(1, 2) for tensor in (q, k, v)), _band(causal, window_size), spec)
+    return attend(*(tensor.transpose(1, 2) for tensor in (q, k, v)), to_band(causal, window_size), spec)
 
 
 def flash_attn_varlen_func(
@@ -114,15 +114,22 @@ def flash_attn_varlen_func(
     _refuse_weights(name, return_attn_probs)
     if block_table is not None:
         raise ValueError(f"{name}: block_table must be None, paged keys and values are not supported")
-    _check(name, q, k, v, 3)
+    check_inputs(name, q, k, v, 3)
     spec = _attention_spec(name, q, dropout_p, softmax_scale, softcap, alibi_slopes, deterministic, s_aux)
-    band = _band(causal, window_size)
+    band = to_band(causal, window_size)
     if isinstance(cu_seqlens_q, Tensor) and is_compiled_whole(q, k, v, cu_seqlens_q, cu_seqlens_k, band, spec):
         return attend_varlen_compiled(q, k, v, cu_seqlens_q, band, spec)
+    return attend_varlen(q, k, v, read_sequences(name, q, k, cu_seqlens_q, cu_seqlens_k), band, spec)
+
+
+def read_sequences(
+    name: str, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | Sequence[int], cu_seqlens_k: Tensor | Sequence[int]
+) -> SequenceEnds:
+    """Return where packed sequences end, and raise what the function ``name`` says of lengths that do not fit."""
     ends, key_ends = _ends(name, "cu_seqlens_q", cu_seqlens_q, q), _ends(name, "cu_seqlens_k", cu_seqlens_k, k)
     if len(ends) != len(key_ends):
         raise ValueError(f"{name}: cu_seqlens_q has {len(ends)} sequences, cu_seqlens_k has {len(key_ends)}")
-    return attend_varlen(q, k, v, SequenceEnds(ends, key_ends), band, spec)
+    return SequenceEnds(ends, key_ends)
 
 
 def _refuse_weights(name: str, return_attn_probs: bool) -> None:
@@ -159,7 +166,7 @@ def _attention_spec(
     return AttentionSpec(scale, dropout, sink, softcap, alibi_slopes, deterministic=deterministic)
 
 
-def _band(causal: bool, window_size: tuple[int, int]) -> Band:
+def to_band(causal: bool, window_size: tuple[int, int]) -> Band:
     """Return flash-attn's ``window_size`` as a band; -1 is no limit."""
     left, right = window_size
     return Band(None if left < 0 else left, 0 if causal else None if right < 0 else right)
@@ -178,7 +185,7 @@ def _ends(name: str, what: str, cu_seqlens: Tensor | Sequence[int], tensor: Tens
     return ends
 
 
-def _check(name: str, q: Tensor, k: Tensor, v: Tensor, dimensions: int) -> None:
+def check_inputs(name: str, q: Tensor, k: Tensor, v: Tensor, dimensions: int) -> None:
     """Raise what the function ``name`` says of tensors that do not fit."""
     if not q.is_floating_point():
         raise TypeError(f"{name}: q must be floating point, got {q.dtype}")

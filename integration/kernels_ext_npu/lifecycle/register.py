@@ -60,12 +60,19 @@ def register(
     from transformers.distributed import utils
 
     from kernels_ext_npu.binding import lazy_swap, registration
-    from kernels_ext_npu.binding.torch_operators import grouped_mm, multihead_attention, rms_norm, sdpa
+    from kernels_ext_npu.binding.torch_operators import (
+        grouped_mm,
+        multihead_attention,
+        rms_norm,
+        sdpa,
+        varlen_attention,
+    )
     from kernels_ext_npu.decoding import generation, static_cache
     from kernels_ext_npu.distribution import sources
     from kernels_ext_npu.lifecycle import pipeline
     from kernels_ext_npu.swaps import finders
 
+    operators = rms_norm, sdpa, multihead_attention, varlen_attention, grouped_mm
     chosen = _chosen(kernels)
     sources.check(source, chosen)
     unregister()
@@ -75,7 +82,7 @@ def register(
     try:
         for finder in finders.FINDERS:
             finder.install(active)
-        for part in (pipeline, generation, static_cache, rms_norm, sdpa, multihead_attention, grouped_mm):
+        for part in (pipeline, generation, static_cache, *operators):
             part.install(active.patches)
         if "npu" not in utils.DISTRIBUTED_BACKEND_MAP:
             active.patches.item(utils.DISTRIBUTED_BACKEND_MAP, "npu", BACKEND)

@@ -74,9 +74,9 @@ _LINEAR_NAMES = re.compile(r"(causal_conv1d|mamba|selective)_\w+|(chunk|fused_re
 _ATTENTION_BY_NAME = {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"}
 _ATTENTION_NAMES = re.compile("Attention")
 _OTHER_ATTENTION = re.compile("Deformable|Pooling|GRU|AttentionMap|InvariantPoint")  # no queries over keys
-_SDPA = "scaled_dot_product_attention"
+_TORCHS_ATTENTION = ("scaled_dot_product_attention", "varlen_attn")  # functions of attention that the kernel computes
+_SOFTMAX = {"softmax", *_TORCHS_ATTENTION}
 _GROUPED_MM = {"grouped_mm", "_grouped_mm"}
-_SOFTMAX = {"softmax", _SDPA}
 # the projections of gated MLPs, as transformers names them
 _GATED = (
     {"gate_proj", "up_proj"},
@@ -163,15 +163,16 @@ def attends(cls: type[nn.Module]) -> bool:
 
     Other people's code that calls torch's attention has any name.
     """
-    if calls_attention_by_name(cls) or calls_sdpa(cls):
+    if calls_attention_by_name(cls) or torchs_attention(cls):
         return True
     is_named = _ATTENTION_NAMES.search(cls.__name__) and not _OTHER_ATTENTION.search(cls.__name__)
     return bool(is_named) and not _SOFTMAX.isdisjoint(_used_names(cls))
 
 
-def calls_sdpa(cls: type[nn.Module]) -> bool:
-    """Tell whether a class of other people's code calls torch's attention, in its forward or in what that calls."""
-    return is_others(cls) and _SDPA in _used_names(cls)
+def torchs_attention(cls: type[nn.Module]) -> str | None:
+    """Return the function of torch that other people's code calls for attention, also in what a forward calls."""
+    used = _used_names(cls) if is_others(cls) else ()
+    return next((name for name in _TORCHS_ATTENTION if name in used), None)
 
 
 def calls_grouped_mm(cls: type[nn.Module]) -> bool:

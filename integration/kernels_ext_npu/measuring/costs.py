@@ -1,14 +1,16 @@
 """What a computation costs, counted: launches, the kernels that they are on the device, the bytes that these move.
 
 Every operator of torch and of torch_npu that moves data is a launch; views and allocations are none. What CANN does
-behind it is what ``inside`` says; an operator of bitsandbytes is those that compute it. Holds for real tensors and for
-fake ones, whose operators only run torch_npu's meta kernels. Waits of the host, and memory, are counted here as well.
+behind it is what ``inside`` says; an operator of bitsandbytes, or of torch's ``varlen_attn``, is those that compute it.
+Holds for real tensors and for fake ones, whose operators only run torch_npu's meta kernels. Waits of the host, and
+memory, are counted here as well.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,7 +56,7 @@ class Cost(TorchDispatchMode):
         self._cann = parse_release(getattr(torch.version, "cann", None))
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if (formula := registration.composed(operator)) is not None:
+        if (formula := composed(operator)) is not None:
             with self:
                 return formula(*args, **(kwargs or {}))
         result = operator(*args, **(kwargs or {}))
@@ -102,6 +104,16 @@ class Cost(TorchDispatchMode):
             copied = sum(counts)
             return sum(max(0, len(rows) - copied) * rows[:1].nbytes for rows in (args[0], given[0]))
         return 0
+
+
+def composed(operator: torch._ops.OpOverload) -> Callable[..., Any] | None:
+    """Return the function of operators that computes one of bitsandbytes, or of torch's ``varlen_attn``, on the NPU."""
+    if operator.namespace != "torch_attn":
+        return registration.composed(operator)
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "PrivateUse1"):
+        return None
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+    return functools.partial(torch.library.get_kernel(operator, "PrivateUse1").call_boxed, keys)
 
 
 def what_runs(operator: torch._ops.OpOverload, args: tuple, kwargs: dict) -> tuple[str, int]:

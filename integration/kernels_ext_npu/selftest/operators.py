@@ -138,6 +138,20 @@ def _captured_attention() -> Pair:
     return [out], [attention(q, k, v, 0.125).transpose(1, 2)]
 
 
+def _gradients_by_log_sums() -> Pair:
+    """Return the gradients of two packed sequences, of the logarithms of sums as maxima beside sums of one."""
+    parts, ends = [draw(7, 2, 64, seed=seed) for seed in range(4)], torch.tensor([3, 7])
+    *given, grad = (part.to("npu") for part in parts)
+    options = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends, "softmax_layout": "TND"}
+    out, maxima, sums, *_ = torch.ops.npu.npu_fusion_attention_v3(*given, 2, "TND", scale=0.125, **options)
+    statistics = {"softmax_max": maxima + sums.log(), "softmax_sum": torch.ones_like(sums), "attention_in": out}
+    fused = torch.ops.npu.npu_fusion_attention_grad_v3
+    found = fused(*given, grad, 2, "TND", scale_value=0.125, **statistics, **options)[:3]
+    q, k, v = (part.double().requires_grad_() for part in parts[:3])
+    expected = packed(q, k, v, [3, 4], [3, 4], 0.125)
+    return list(found), list(torch.autograd.grad(expected, (q, k, v), parts[3].double()))
+
+
 def _same_sums_twice() -> Pair:
     """Add 4,096 rows up in 16 places twice, under determinism: whether both sums are the same, bit for bit."""
     rows, places = draw(4096, 64, dtype=F32).to("npu"), (torch.arange(4096) % 16).to("npu")
@@ -196,6 +210,11 @@ OPERATORS = (
     OperatorCall("npu_fused_linear_online_max_sum", _head, (9, 1), BF16),
     OperatorCall("conv1d of each channel alone", _depthwise, dtype=BF16),
     OperatorCall("npu_fusion_attention, captured", _captured_attention),
+    *(
+        [OperatorCall("npu_fusion_attention_grad_v3, log sums", _gradients_by_log_sums)]
+        if hasattr(torch.ops.npu, "npu_fusion_attention_grad_v3")
+        else []
+    ),
     OperatorCall("index_add_ twice, deterministic", _same_sums_twice, dtype=F32),
     OperatorCall("histc of 262,144 ids", _counted_ids, dtype=F32),
     OperatorCall("npu_lightning_indexer, 299 empty sequences", _indexed_behind_empty_sequences, (8, 5)),

@@ -148,6 +148,13 @@ class ByImporting(Mixer):
         return by_heads(*self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4))
 
 
+class ByLengths(Mixer):
+    """Calls torch's attention of packed sequences, as of a file."""
+
+    def mix(self, x):
+        return torch.nn.attention.varlen.varlen_attn(*self.qkv(x).chunk(3, -1), *self.lengths)
+
+
 class WithAName(nn.Module):
     """Has children under the names of these functions, and attends in nothing that it calls itself."""
 
@@ -177,14 +184,15 @@ def test_attention_with_a_softmax_in_a_function_has_a_row(registered) -> None:
     assert "it does not call its attention by a name" in row.reason
 
 
-@pytest.mark.parametrize("mixer", [Mixer, ByFunctions, ByAnotherName, ByImporting])
+@pytest.mark.parametrize("mixer", [Mixer, ByFunctions, ByAnotherName, ByImporting, ByLengths])
 def test_attention_that_torch_computes_has_a_row_whatever_its_name(registered, mixer, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "attending", types.SimpleNamespace(by_heads=attend))
     model = kernels_ext_npu.kernelize(nn.ModuleDict({"mixer": mixer(), "other": WithAName()}).to("npu"))
     assert not [row for row in rows(model) if row.path == "other"]
     (row,) = [row for row in rows(model) if row.path == "mixer"]
     assert (row.kernel, row.swapped) == ("npu_flash_attention", True)
-    assert "torch's scaled_dot_product_attention, which is the kernel's until unregister()" in row.reason
+    name = "varlen_attn" if mixer is ByLengths else "scaled_dot_product_attention"
+    assert f"torch's {name}, which is the kernel's until unregister()" in row.reason
     kernels_ext_npu.unregister()
     (row,) = [row for row in rows(model) if row.path == "mixer"]
     assert not row.swapped

@@ -71,8 +71,7 @@ class VarlenBatch:
             return None
         if device not in self._masked_out:
             with unseen_by_checkpoints():
-                longest = (max(lengths) for lengths in zip(*self.sequences.lengths()))
-                self._masked_out[device] = masked_out_by_band(self.band, *longest, device)
+                self._masked_out[device] = masked_out_by_band(self.band, *self.sequences.longest(), device)
         return self._masked_out[device]
 
 

@@ -11,12 +11,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.distributed_c10d import get_process_group_ranks
 from torch.distributed.tensor import DTensor
 
-from kernels_ext_npu.bitsandbytes_backend import registration
 from kernels_ext_npu.inspection.counting import collectives
 from kernels_ext_npu.inspection.counting.counts import Collective, Counts
 from kernels_ext_npu.inspection.counting.known_values import KnownValues
 from kernels_ext_npu.inspection.counting.memory import Memory
-from kernels_ext_npu.measuring.costs import Cost, byte_size, what_runs
+from kernels_ext_npu.measuring.costs import Cost, byte_size, composed, what_runs
 from kernels_ext_npu.measuring.distance import tensors
 from kernels_ext_npu.measuring.estimate import Workload
 from kernels_ext_npu.measuring.inside import Inside
@@ -44,7 +43,7 @@ class Counting(Cost):
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # these call the operators that run, which come here, too
         kwargs = kwargs or {}
-        if (formula := registration.composed(operator)) is not None:
+        if (formula := composed(operator)) is not None:
             with self:
                 return formula(*args, **kwargs)
         name, _ = what_runs(operator, args, kwargs)

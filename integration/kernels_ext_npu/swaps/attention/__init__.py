@@ -20,9 +20,9 @@ from kernels_ext_npu.binding import forward_binding, registration
 from kernels_ext_npu.binding.devices import compute_device, is_elsewhere
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.binding.registration import Registration
-from kernels_ext_npu.binding.torch_operators import sdpa
+from kernels_ext_npu.binding.torch_operators import sdpa, varlen_attention
 from kernels_ext_npu.catalogue import ATTENTION, INDEXERS
-from kernels_ext_npu.matching.classification import BIASED, UNNAMED, calls_sdpa, without_code
+from kernels_ext_npu.matching.classification import BIASED, UNNAMED, torchs_attention, without_code
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.attention import (
@@ -38,8 +38,6 @@ from kernels_ext_npu.swaps.attention.eligibility import FLEX
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 from kernels_ext_npu.transformers_internals import sdpa_drops_biases
 
-BY_TORCH = Reason("torch", "by torch's scaled_dot_product_attention, which is the kernel's until unregister()")
-WITHOUT_WEIGHTS = Reason("torch", f"{BY_TORCH}, where it is called with need_weights=False")
 LEARNED_BIAS = "it adds a learned bias to scores, which transformers' sdpa drops on NPUs"
 _DROPS_MASKS = "_attach_context_parallel_hooks"  # accelerate 1.15.0
 # methods of model classes that are replaced, each with what makes the replacement for a class that needs one
@@ -134,6 +132,12 @@ def revert(view: View) -> None:
         eligibility.note_restored(model.config)
 
 
+def _function(module: nn.Module) -> str | None:
+    """Return the function of torch by which a module attends that asks no config; None if it calls none."""
+    is_torchs = isinstance(module, nn.MultiheadAttention)
+    return "scaled_dot_product_attention" if is_torchs else torchs_attention(type(module))
+
+
 def _is_called_by_transformers(view: View, path: str, module: nn.Module) -> bool:
     """Tell whether a module is torch's, inside one of transformers: most of these ask for weights."""
     if not isinstance(module, nn.MultiheadAttention):
@@ -151,8 +155,9 @@ def _refusal(module: nn.Module) -> str | None:
     if indexers.is_indexer(module):
         return indexers.refusal(module)
     if not eligibility.calls_by_name(module):
-        calls_torchs = calls_sdpa(type(module)) or isinstance(module, nn.MultiheadAttention)
-        return refusals.elsewhere(module) if sdpa.IS_REPLACED and calls_torchs else UNNAMED
+        name = _function(module)
+        is_replaced = varlen_attention.is_replaced() if name == "varlen_attn" else name and sdpa.IS_REPLACED
+        return refusals.elsewhere(module) if is_replaced else UNNAMED
     if NPU_FLASH_ATTENTION.is_named_by(module.config):
         return None
     if not (eligibility.names_flex(module.config) or eligibility.serves_config(module.config)):  # type: ignore[arg-type]
@@ -170,7 +175,8 @@ def _remark(model: nn.Module, path: str, module: nn.Module) -> str | None:
     if is_elsewhere(module):
         return f"in torch, since it is on {compute_device(module)}"
     if not eligibility.calls_by_name(module):
-        return WITHOUT_WEIGHTS if isinstance(module, nn.MultiheadAttention) else BY_TORCH
+        asked = ", where it is called with need_weights=False" if isinstance(module, nn.MultiheadAttention) else ""
+        return Reason("torch", f"by torch's {_function(module)}, which is the kernel's until unregister(){asked}")
     limit = eligibility.limit(module, *_dtype_and_softcap(module))
     if limit in (eligibility.IN_FLOAT64, eligibility.CAPPED, BIASED):  # with all scores in memory
         return f"in torch, {'where' if limit is BIASED else 'since'} {without_code(limit)}"

@@ -53,6 +53,7 @@ class Given:
 
 
 NUMBER = Given((), "number")
+FREQUENCIES = Given(("H",))
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,3 +269,4 @@ def _tables() -> Iterator[tuple[Given, ...]]:
             yield from ((*form, positions) for form, positions in chosen)
             yield from ((positions, *form) for form, positions in chosen)
     yield from ((Given(positions, "index"),) for positions in _POSITIONS)
+    yield (FREQUENCIES,)

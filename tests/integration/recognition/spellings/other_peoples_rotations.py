@@ -44,6 +44,14 @@ def apply_rope_by_positions(x, positions, max_wavelength=10_000):
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+def apply_rope_by_frequencies(t, inv_freq, *, interleaved: bool = False):
+    """Makes the angles of all positions itself, as TabPFN does."""
+    angles = torch.arange(t.shape[-2], device=t.device, dtype=inv_freq.dtype)[:, None] * inv_freq
+    if interleaved:
+        return apply_rotary_timm(t, torch.cat((angles.sin(), angles.cos()), -1).repeat_interleave(2, -1))
+    return rotary_with_angles_first(torch.cat((angles, angles), -1), t).to(t.dtype)
+
+
 def apply_rotary_baichuan(q, k, cos_, sin_, position_ids):
     cos = cos_.squeeze(1).squeeze(0)
     sin = sin_.squeeze(1).squeeze(0)
@@ -430,6 +438,7 @@ SERVED = {
     "apply_rotary_llama": ("RotaryPosEmb", lambda: (*_qk(), table(T, D), table(T, D), _positions())),
     "apply_rotary_without_positions": ("RotaryPosEmb", lambda: (*_qk(), table(B, S, D), table(B, S, D), _positions())),
     "apply_rope_by_positions": ("RotaryPosEmb", lambda: (heads(N, False), _positions())),
+    "apply_rope_by_frequencies": ("RotaryPosEmb", lambda: (heads(N), table(D // 2))),
     "apply_rotary_baichuan": ("RotaryPosEmb", lambda: (*_qk(), table(1, 1, T, D), table(1, 1, T, D), _positions())),
     "apply_rotary_meta": ("RotaryPosEmbInterleaved", lambda: (*_qk(False), units(S, D // 2))),
     "apply_rope_kimi": ("RotaryPosEmbInterleaved", lambda: (*(x[0] for x in _qk(False)), units(S, D // 2))),

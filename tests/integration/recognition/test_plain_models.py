@@ -148,6 +148,21 @@ class ByImporting(Mixer):
         return by_heads(*self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4))
 
 
+def chosen_attention():
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v)
+
+
+class MixerWithAttention(Mixer):
+    """Gets the function that attends when it is made, as the attention of torchtune does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._attention_call = chosen_attention()
+
+    def mix(self, x):
+        return self._attention_call(*self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4))
+
+
 class WithAName(nn.Module):
     """Has children under the names of these functions, and attends in nothing that it calls itself."""
 
@@ -177,14 +192,14 @@ def test_attention_with_a_softmax_in_a_function_has_a_row(registered) -> None:
     assert "it does not call its attention by a name" in row.reason
 
 
-@pytest.mark.parametrize("mixer", [Mixer, ByFunctions, ByAnotherName, ByImporting])
+@pytest.mark.parametrize("mixer", [Mixer, ByFunctions, ByAnotherName, ByImporting, MixerWithAttention])
 def test_attention_that_torch_computes_has_a_row_whatever_its_name(registered, mixer, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "attending", types.SimpleNamespace(by_heads=attend))
     model = kernels_ext_npu.kernelize(nn.ModuleDict({"mixer": mixer(), "other": WithAName()}).to("npu"))
     assert not [row for row in rows(model) if row.path == "other"]
     (row,) = [row for row in rows(model) if row.path == "mixer"]
     assert (row.kernel, row.swapped) == ("npu_flash_attention", True)
-    assert "torch's scaled_dot_product_attention, which is the kernel's until unregister()" in row.reason
+    assert "where it calls torch's scaled_dot_product_attention, which is the kernel's until unregister()" in row.reason
     kernels_ext_npu.unregister()
     (row,) = [row for row in rows(model) if row.path == "mixer"]
     assert not row.swapped

@@ -38,7 +38,9 @@ from kernels_ext_npu.swaps.attention.eligibility import FLEX
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 from kernels_ext_npu.transformers_internals import sdpa_drops_biases
 
-BY_TORCH = Reason("torch", "by torch's scaled_dot_product_attention, which is the kernel's until unregister()")
+BY_TORCH = Reason(
+    "torch", "where it calls torch's scaled_dot_product_attention, which is the kernel's until unregister()"
+)
 LEARNED_BIAS = "it adds a learned bias to scores, which transformers' sdpa drops on NPUs"
 _DROPS_MASKS = "_attach_context_parallel_hooks"  # accelerate 1.15.0
 # methods of model classes that are replaced, each with what makes the replacement for a class that needs one

@@ -284,6 +284,12 @@ def apply_rope_by_embedding(tokens, positions, cos_comp, sin_comp):
     return tokens * cos + rotate_half(tokens) * sin
 
 
+def apply_rotary_pos_emb_index(q, k, cos, sin, position_id):
+    """Has positions in front of sequences, as ChatGLM does."""
+    cos, sin = (F.embedding(position_id, each.squeeze(1)).unsqueeze(2) for each in (cos, sin))
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
 @torch.compile(backend="eager")
 def apply_rotary_compiled(q, k, cos, sin):
     return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
@@ -472,6 +478,10 @@ SERVED = {
     "apply_rotary_along": ("RotaryPosEmbInterleaved", lambda: (*_qk(False), 1, table(S, D // 2, 2, 2))),
     "apply_rotary_with_options": ("RotaryPosEmb", lambda: (heads(N), table(S, D), table(S, D))),
     "apply_rope_by_embedding": ("RotaryPosEmb", lambda: (heads(N), _positions(), table(T, D), table(T, D))),
+    "apply_rotary_pos_emb_index": (
+        "RotaryPosEmb",
+        lambda: (*(x.transpose(0, 1) for x in _qk(False)), table(T, 1, D), table(T, 1, D), _positions().T),
+    ),
     "apply_rotary_compiled": ("RotaryPosEmb", lambda: (*_qk(), table(S, D), table(S, D))),
     "apply_rotary_splitting": ("RotaryPosEmb", lambda: (*_qk(), table(S, D // 2), table(S, D // 2))),
     "apply_rotary_einsum": ("RotaryPosEmb", lambda: (*_qk(), table(S, D // 2), table(S, D // 2))),

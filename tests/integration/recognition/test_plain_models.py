@@ -205,6 +205,16 @@ def test_attention_that_torch_computes_has_a_row_whatever_its_name(registered, m
     assert not row.swapped
 
 
+def test_what_has_no_forward_has_no_row(registered) -> None:
+    class RotaryEmbedding(nn.Module):
+        def rotate_queries_or_keys(self, t):
+            return t
+
+    held = nn.ModuleDict({"gate_proj": nn.Linear(32, 32), "up_proj": nn.Linear(32, 32)})
+    model = kernels_ext_npu.kernelize(nn.ModuleDict({"rope": RotaryEmbedding(), "held": held}).to("npu"))
+    assert not [row for row in rows(model) if row.path in ("rope", "held")]
+
+
 def of_jit(block: nn.Module) -> nn.Module:
     block.w2 = torch.jit.script(block.w2)
     return block

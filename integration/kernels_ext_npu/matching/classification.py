@@ -189,9 +189,12 @@ def _used_names(cls: type[nn.Module]) -> set[str]:
     """Return the attributes and global names that a forward uses, and those methods of its class that it names.
 
     In other people's code also those that functions use which these call, and the own names of what these call.
+    What is called attention may have got its function when it was made.
     """
     forward = inspect.unwrap(cls.forward)
     methods, named = vars(written_class(cls)).items(), referenced_names(forward)
+    if is_others(cls) and _ATTENTION_NAMES.search(cls.__name__):
+        named = {*named, "__init__"}
     functions = [forward, *(inspect.unwrap(value) for name, value in methods if name in named and callable(value))]
     names: set[str] = set()
     for function in functions if is_others(cls) else ():  # grows while it runs

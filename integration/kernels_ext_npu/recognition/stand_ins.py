@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from kernels_ext_npu.recognition.module_settings import is_config
 
@@ -17,6 +18,14 @@ def stand_in(module: nn.Module, members: dict[str, Any]) -> nn.Module:
     configs = {name: copy.copy(value) for name, value in own.items() if is_config(value)}
     made.__dict__.update(copied(own) | configs | members)
     return made
+
+
+def filled(module: nn.Module, fill: Callable[[Tensor], Tensor], **members: Any) -> nn.Module:
+    """Return a stand-in with other tensors in the place of all that a module and those inside of it hold."""
+    for kind in ("_parameters", "_buffers"):
+        members[kind] = {name: None if each is None else fill(each) for name, each in vars(module)[kind].items()}
+    children = {name: None if c is None else filled(c, fill, **members) for name, c in module._modules.items()}
+    return stand_in(module, {**members, "_modules": children})
 
 
 def snapshot(module: nn.Module) -> dict[str, Any]:

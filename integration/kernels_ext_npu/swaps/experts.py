@@ -25,14 +25,12 @@ from kernels_ext_npu.binding.torch_operators import grouped_mm
 from kernels_ext_npu.catalogue import EXPERTS
 from kernels_ext_npu.matching.fingerprint import is_experts_class
 from kernels_ext_npu.module_state import has_hooks
-from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 
 DEFAULT = "grouped_mm"  # transformers' default
 _ASKED = "".join(DEFAULT)  # the same for who asked for it, told by identity: other readers of configs see no difference
 LAYER = "MoEExperts"  # what the implementation calls by name
-BY_TORCH = Reason("torch", "by torch's grouped_mm, which is the kernel's until unregister()")
 WITH_LISTS = ("SparseMoEBlock", "GatedMoEBlock")  # the layers that serve blocks with a list of experts
 # layer -> the submodule that it computes without calling it
 _BYPASSED = {
@@ -172,7 +170,7 @@ def remarks(view: View, served: list[Decision]) -> dict[Decision, str | None]:
 def _remark(decision: Decision) -> str | None:
     module = decision.module
     if decision.present == NPU_GROUPED_MM.name:
-        return BY_TORCH
+        return refusals.by_torch("grouped_mm")
     if decision.present in WITH_LISTS:
         if bound_package(module) is None or awaits_weights():  # swaps/recognised/ has other people's
             return None

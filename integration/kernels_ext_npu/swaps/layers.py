@@ -63,6 +63,8 @@ def find(view: View) -> list[Decision]:
         owner = getattr(view.forwards.get(module), OWNER, None)
         if owner == RECOGNISED or module in view.recognised:  # another finder decides
             continue
+        if type(module).forward is nn.Module.forward:  # it holds what others call
+            continue
         facts = view.facts[type(module)]
         if facts.calls_grouped_mm:  # of another finder, too
             continue

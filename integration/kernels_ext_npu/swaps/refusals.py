@@ -95,6 +95,11 @@ def served_by(forward: Callable) -> Reason:
     return Reason("served", f"served by {loaded_kernels.class_name(forward)} of the kernel {kernel}, which is not ours")
 
 
+def by_torch(function: str | None) -> Reason:
+    """Say of a module that the kernel computes a function of torch which it calls."""
+    return Reason("torch", f"where it calls torch's {function}, which is the kernel's until unregister()")
+
+
 def bypassed_by(foreign: str) -> Reason:
     """Say of what was swapped that another library's forward around it may compute without it."""
     return Reason("passed by", f"but another library replaced the forward around it, and may not call it: {foreign}")

@@ -201,7 +201,7 @@ def test_the_report_says_who_computes_experts_that_call_it() -> None:
     kernels_ext_npu.kernelize(experts)
     (row,) = kernels_ext_npu.report(experts)
     assert (row.swapped, row.kind) == (True, "experts")
-    assert "by torch's grouped_mm, which is the kernel's until unregister()" in row.reason
+    assert "where it calls torch's grouped_mm, which is the kernel's until unregister()" in row.reason
     x, counts = torch.randn(14, 32, device="npu"), torch.tensor([3, 0, 6, 5], device="npu")
     npu_counts.reset()
     found = experts(x, counts)

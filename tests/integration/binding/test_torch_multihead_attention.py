@@ -203,7 +203,7 @@ def test_the_report_says_when_the_kernel_computes_it() -> None:
     layer = nn.TransformerEncoderLayer(SIZE, HEADS, 128, batch_first=True).npu()
     (row,) = (row for row in kernels_ext_npu.report(kernels_ext_npu.kernelize(layer)) if row.kind == "attention")
     assert row.swapped
-    assert row.reason.endswith("where it is called with need_weights=False")
+    assert row.reason.startswith("where it calls torch's scaled_dot_product_attention")
 
 
 def test_afterwards_torch_is_as_it_was() -> None:

@@ -155,6 +155,21 @@ class ByLengths(Mixer):
         return torch.nn.attention.varlen.varlen_attn(*self.qkv(x).chunk(3, -1), *self.lengths)
 
 
+def chosen_attention():
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v)
+
+
+class MixerWithAttention(Mixer):
+    """Gets the function that attends when it is made, as the attention of torchtune does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._attention_call = chosen_attention()
+
+    def mix(self, x):
+        return self._attention_call(*self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4))
+
+
 class WithAName(nn.Module):
     """Has children under the names of these functions, and attends in nothing that it calls itself."""
 
@@ -184,7 +199,7 @@ def test_attention_with_a_softmax_in_a_function_has_a_row(registered) -> None:
     assert "it does not call its attention by a name" in row.reason
 
 
-@pytest.mark.parametrize("mixer", [Mixer, ByFunctions, ByAnotherName, ByImporting, ByLengths])
+@pytest.mark.parametrize("mixer", [Mixer, ByFunctions, ByAnotherName, ByImporting, ByLengths, MixerWithAttention])
 def test_attention_that_torch_computes_has_a_row_whatever_its_name(registered, mixer, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "attending", types.SimpleNamespace(by_heads=attend))
     model = kernels_ext_npu.kernelize(nn.ModuleDict({"mixer": mixer(), "other": WithAName()}).to("npu"))
@@ -192,10 +207,20 @@ def test_attention_that_torch_computes_has_a_row_whatever_its_name(registered, m
     (row,) = [row for row in rows(model) if row.path == "mixer"]
     assert (row.kernel, row.swapped) == ("npu_flash_attention", True)
     name = "varlen_attn" if mixer is ByLengths else "scaled_dot_product_attention"
-    assert f"torch's {name}, which is the kernel's until unregister()" in row.reason
+    assert f"where it calls torch's {name}, which is the kernel's until unregister()" in row.reason
     kernels_ext_npu.unregister()
     (row,) = [row for row in rows(model) if row.path == "mixer"]
     assert not row.swapped
+
+
+def test_what_has_no_forward_has_no_row(registered) -> None:
+    class RotaryEmbedding(nn.Module):
+        def rotate_queries_or_keys(self, t):
+            return t
+
+    held = nn.ModuleDict({"gate_proj": nn.Linear(32, 32), "up_proj": nn.Linear(32, 32)})
+    model = kernels_ext_npu.kernelize(nn.ModuleDict({"rope": RotaryEmbedding(), "held": held}).to("npu"))
+    assert not [row for row in rows(model) if row.path in ("rope", "held")]
 
 
 def of_jit(block: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from kernels_ext_npu.recognition.module_settings import is_linear
-from kernels_ext_npu.recognition.stand_ins import stand_in
+from kernels_ext_npu.recognition.stand_ins import filled, stand_in
 from kernels_ext_npu.recognition.watched_runs import attempt, casts
 
 
@@ -84,10 +84,9 @@ def read_sizes(child: nn.Module) -> tuple[int, int] | None:
         return child.in_features, child.out_features  # type: ignore[return-value]
     shapes = [parameter.shape for parameter in child._parameters.values() if parameter is not None]
     matrices = [shape for shape in shapes if len(shape) == 2]
-    if len(matrices) != 1 or len(shapes) > 2 or child._modules or child._buffers:
+    if len(matrices) != 1 or len(shapes) > 2 or child._buffers:
         return None
-    parameters = {name: None if p is None else p.detach().to("meta") for name, p in child._parameters.items()}
-    made = stand_in(child, {"_parameters": parameters})
+    made = filled(child, lambda tensor: tensor.detach().to("meta"))
     for size in matrices[0]:  # which of both is written first differs
         x = torch.zeros(1, 1, size, device="meta", dtype=next(p.dtype for p in child.parameters()))
         found = attempt(type(child).forward, made, x)

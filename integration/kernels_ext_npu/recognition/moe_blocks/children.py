@@ -16,7 +16,7 @@ from kernels_ext_npu.recognition.computed import Computed, NotRecognised, Recogn
 from kernels_ext_npu.recognition.mlps.finder import ACTIVATION_MODULES
 from kernels_ext_npu.recognition.module_settings import Settings, is_linear, read_settings
 from kernels_ext_npu.recognition.moe_blocks.formulas import Experts
-from kernels_ext_npu.recognition.stand_ins import stand_in
+from kernels_ext_npu.recognition.stand_ins import filled
 from kernels_ext_npu.recognition.watched_runs import (
     NotRecognisedError,
     OwnOperatorError,
@@ -155,17 +155,10 @@ def _is_by_sequence(value: Any) -> bool:
 def _random_stand_in(module: nn.Module, dtype: torch.dtype, training: bool) -> nn.Module:
     """Return a stand-in with random numbers in the place of all weights."""
 
-    def fill(tensors: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: each
-            if each is None
-            else torch.randn(each.shape).to(dtype if each.is_floating_point() else each.dtype)
-            for name, each in tensors.items()
-        }
+    def fill(tensor: Tensor) -> Tensor:
+        return torch.randn(tensor.shape).to(dtype if tensor.is_floating_point() else tensor.dtype)
 
-    children = {n: None if c is None else _random_stand_in(c, dtype, training) for n, c in module._modules.items()}
-    members = {"_parameters": fill(module._parameters), "_buffers": fill(module._buffers)}
-    return stand_in(module, {**members, "_modules": children, "training": training})
+    return filled(module, fill, training=training)
 
 
 class AnyOperator(Watched):

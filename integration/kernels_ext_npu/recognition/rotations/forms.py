@@ -32,7 +32,7 @@ _ROTATED: tuple[Dims, ...] = (
 )
 _ROWS: tuple[Dims, ...] = (
     *(("S",), (1, "S"), ("B", "S"), ("S", 1), ("S", "B"), (1, 1, "S"), (1, "S", 1), ("B", 1, "S"), ("B", "S", 1)),
-    *(("S", 1, 1), ("S", "B", 1), ("T",), (1, "T"), (1, 1, "T"), (1, "T", 1)),
+    *(("S", 1, 1), ("S", "B", 1), ("T",), ("T", 1), (1, "T"), (1, 1, "T"), (1, "T", 1)),
 )
 _WIDTHS: tuple[Dims, ...] = (("R",), ("H",))
 _SIZES = {"B": 3, "N": 5, "M": 2, "S": 7, "T": 11, "D": 16, "R": 16, "H": 8, "W": 32, "P": 2}
@@ -40,7 +40,7 @@ _DIMENSIONS = (1, 2)  # of positions or heads
 _MOST = 3  # parameters of a module that may be given tensors: more would be many forms
 _LONGEST = 512  # rows of a table that hold random numbers: as many are not run for a try
 _MOST_ROWS = 4096  # of a table of which all are taken
-_POSITIONS: tuple[Dims, ...] = (("B", "S"), (1, "S"), ("S",))
+_POSITIONS: tuple[Dims, ...] = (("B", "S"), (1, "S"), ("S",), ("S", "B"))
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Given:
 
 
 NUMBER = Given((), "number")
+FREQUENCIES = Given(("H",))
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,3 +269,4 @@ def _tables() -> Iterator[tuple[Given, ...]]:
             yield from ((*form, positions) for form, positions in chosen)
             yield from ((positions, *form) for form, positions in chosen)
     yield from ((Given(positions, "index"),) for positions in _POSITIONS)
+    yield (FREQUENCIES,)

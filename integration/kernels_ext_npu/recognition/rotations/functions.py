@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from kernels_ext_npu.recognition.function_settings import CONSTANTS, Setting, hold, read_globals
 from kernels_ext_npu.recognition.rotations.asked_lengths import asked_lengths
-from kernels_ext_npu.recognition.rotations.forms import NUMBER, Form, Settings, candidate_forms, ranks
+from kernels_ext_npu.recognition.rotations.forms import FREQUENCIES, NUMBER, Form, Settings, candidate_forms, ranks
 from kernels_ext_npu.recognition.rotations.pairs import PAIRINGS, Pairing, rotary_mul
 from kernels_ext_npu.recognition.rotations.signatures import Signature, candidate_signatures
 from kernels_ext_npu.recognition.watched_runs import ANYTHING, NotRecognisedError, Watched, are_same, is_close, isolated
@@ -269,7 +269,8 @@ def _is_same(function: Callable, plan: Plan, sizes: Mapping[str, int]) -> bool:
     for with_grad in (False, True):
         values = form.make(sizes, torch.float64, form.table_dtype)
         cos, sin = ask(function, plan, values, torch.float64, make_question)
-        is_first = form.width is not None and sizes["S"] == 1  # whose angles a module may make, which are zero
+        # whose angles, which a module may make or a function of frequencies, are zero
+        is_first = sizes["S"] == 1 and (form.width is not None or form.angles == [FREQUENCIES])
         if not (is_first or sin.any()):  # which is no rotation
             return False
         given = [x.requires_grad_(with_grad) for x in values[: form.rotated]]

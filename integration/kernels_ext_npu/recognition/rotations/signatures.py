@@ -77,8 +77,8 @@ def candidate_signatures(function: FunctionType, skipped: int = 0) -> Iterator[S
     """Yield the parameters of a function, with what is rotated first or behind its angles; none if some need names."""
     for angles in range(3):
         signature = Signature(function, skipped, angles)
-        is_positional = signature.is_plain and signature.positional == len(signature.names)
-        if not is_positional or (angles and signature.required <= angles):
+        has_options = inspect.Parameter.empty not in signature.defaults[signature.positional :]
+        if not (signature.is_plain and has_options) or (angles and signature.required <= angles):
             return
         yield signature
 

@@ -175,8 +175,7 @@ def _remark(model: nn.Module, path: str, module: nn.Module) -> str | None:
     if is_elsewhere(module):
         return f"in torch, since it is on {compute_device(module)}"
     if not eligibility.calls_by_name(module):
-        asked = ", where it is called with need_weights=False" if isinstance(module, nn.MultiheadAttention) else ""
-        return Reason("torch", f"by torch's {_function(module)}, which is the kernel's until unregister(){asked}")
+        return refusals.by_torch(_function(module))
     limit = eligibility.limit(module, *_dtype_and_softcap(module))
     if limit in (eligibility.IN_FLOAT64, eligibility.CAPPED, BIASED):  # with all scores in memory
         return f"in torch, {'where' if limit is BIASED else 'since'} {without_code(limit)}"

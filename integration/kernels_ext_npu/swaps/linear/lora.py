@@ -29,13 +29,17 @@ from kernels_ext_npu.swaps import gate_up_layout, refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View, bind_forwards
 from kernels_ext_npu.swaps.linear import compressed_linear, linear_groups
 from kernels_ext_npu.swaps.linear.linear_groups import LORA
-from kernels_ext_npu.swaps.linear.plain_linear import WRAPPED, is_quantised, qualified_name, why_not_plain
+from kernels_ext_npu.swaps.linear.plain_linear import (
+    WRAPPED,
+    is_quantised,
+    qualified_name,
+    why_kept,
+    why_not_plain,
+)
 from kernels_ext_npu.syntax.source_tree import function_tree
 
 REPOSITORY = "Linear"
 NAME = "lora_linear"
-PLAIN = Reason("plain", "torch_npu's operator computes it: a kernel of its own would gain less than 1% of a step")
-QUANTISED = Reason("quantised", "bitsandbytes computes it, by its operators for the NPU")
 PAUSED = Reason("paused", "its adapters are merged or switched off: it is the layer that it adapts")
 _LIBRARY, _LIBRARY_OF_QUANTISED = "peft.tuners.lora.layer", "peft.tuners.lora.bnb"
 _MEMBERS = {"merged_adapters", "_disable_adapters", "cast_input_dtype_enabled", "lora_variant", "scaling"}
@@ -69,7 +73,7 @@ def find(view: View) -> list[Decision]:
     parts = {part for cls in adapting for module in view.by_class[cls] for part in module.modules()}
     linear = [cls for cls in view.by_class if issubclass(cls, nn.Linear)]
     compressed = compressed_linear.schemes(view)
-    reasons: dict[type, Reason] = {cls: QUANTISED if is_quantised(cls) else PLAIN for cls in linear}
+    reasons: dict[type, Reason] = {cls: why_kept(cls) for cls in linear}
     found = []
     for path, module in view.instances((*adapting, *linear)):
         if type(module) in adapting:

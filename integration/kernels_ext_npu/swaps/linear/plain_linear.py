@@ -19,6 +19,7 @@ from kernels_ext_npu.reasons import Reason
 
 COMPRESSED = "compressed"  # the owner of forwards of layers that compressed-tensors keeps in few bits
 WRAPPED = Reason("wrapped", "another library has wrapped its forward")
+_ONE_LAUNCH = "torch_npu's operator computes it: a kernel of its own would gain less than 1% of a step"
 _BITSANDBYTES, _QUANTISED = "bitsandbytes.nn.modules", ("Linear4bit", "LinearNF4", "LinearFP4", "Linear8bitLt")
 _NUMBERS = (nn.Parameter, FakeTensor)
 # torch's own: somebody may have put another in its place, before or since
@@ -33,7 +34,7 @@ def why_not_plain(layer: nn.Module, is_sharded: bool = False) -> Reason | None:
         is_sharded: whether DTensors will do, which FSDP2 makes plain while the model is called.
     """
     if type(layer) is not nn.Linear:
-        return Reason("class", f"it is a {qualified_name(type(layer))}, which may compute something else")
+        return _other(type(layer))
     if nn.Linear.forward is not _FORWARD or nn.Linear.__call__ is not TORCH_CALL:
         return Reason("replaced", "the forward of all linear layers was replaced")
     if "forward" in vars(layer):
@@ -53,6 +54,17 @@ def why_not_plain(layer: nn.Module, is_sharded: bool = False) -> Reason | None:
             name = qualified_name(type(tensor))
             return Reason("weight", f"its weight is a {name}: the kernel multiplies with numbers alone")
     return None
+
+
+def why_kept(cls: type[nn.Linear]) -> Reason:
+    """Return why layers of a class that nothing adapts keep their forward."""
+    if is_quantised(cls):
+        return Reason("quantised", "bitsandbytes computes it, by its operators for the NPU")
+    return Reason("plain", _ONE_LAUNCH) if cls.forward is nn.Linear.forward else _other(cls)
+
+
+def _other(cls: type) -> Reason:
+    return Reason("class", f"it is a {qualified_name(cls)}, which may compute something else")
 
 
 def is_quantised(cls: type) -> bool:

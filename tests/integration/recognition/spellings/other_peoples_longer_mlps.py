@@ -145,6 +145,23 @@ class StudentsMLP(nn.Module):
         return self.w2(hidden * torch.sigmoid(hidden) * self.w3(x))
 
 
+class LinearWithAdapter(Linear):
+    """Has a pair of matrices beside its weight, as torchtune's layers with LoRA have."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__(d_in, d_out)
+        self.lora_a, self.lora_b = nn.Linear(d_in, 4, bias=False), nn.Linear(4, d_out, bias=False)
+
+    def forward(self, x):
+        return super().forward(x) + 2 * self.lora_b(self.lora_a(x))
+
+
+class WithAdapters(StudentsMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w2, self.w1 = LinearWithAdapter(INNER, WIDTH), LinearWithAdapter(WIDTH, INNER)
+
+
 class WithConv1D(nn.Module):
     """Multiplies as GPT-2 does."""
 
@@ -257,7 +274,7 @@ class OfBatches(Projected):
 
 
 LONGER_MLPS = {
-    **dict.fromkeys((StudentsMLP, WithConv1D, Gating, OfBatches), "SwiGLUMLP"),
+    **dict.fromkeys((StudentsMLP, WithAdapters, WithConv1D, Gating, OfBatches), "SwiGLUMLP"),
     **dict.fromkeys((GatingByOne, GatingByTheLast, GatedByTheLastAndDropping), "FusedExactGeGLUMLP"),
     TanhGatedByTheLast: "FusedGeGLUMLP",
     **dict.fromkeys((NotDropping, DroppingInTheEnd, NormedFirst), "SwiGLUMLP"),

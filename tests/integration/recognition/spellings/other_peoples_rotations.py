@@ -44,6 +44,14 @@ def apply_rope_by_positions(x, positions, max_wavelength=10_000):
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+def apply_rope_by_frequencies(t, inv_freq, *, interleaved: bool = False):
+    """Makes the angles of all positions itself, as TabPFN does."""
+    angles = torch.arange(t.shape[-2], device=t.device, dtype=inv_freq.dtype)[:, None] * inv_freq
+    if interleaved:
+        return apply_rotary_timm(t, torch.cat((angles.sin(), angles.cos()), -1).repeat_interleave(2, -1))
+    return rotary_with_angles_first(torch.cat((angles, angles), -1), t).to(t.dtype)
+
+
 def apply_rotary_baichuan(q, k, cos_, sin_, position_ids):
     cos = cos_.squeeze(1).squeeze(0)
     sin = sin_.squeeze(1).squeeze(0)
@@ -276,6 +284,12 @@ def apply_rope_by_embedding(tokens, positions, cos_comp, sin_comp):
     return tokens * cos + rotate_half(tokens) * sin
 
 
+def apply_rotary_pos_emb_index(q, k, cos, sin, position_id):
+    """Has positions in front of sequences, as ChatGLM does."""
+    cos, sin = (F.embedding(position_id, each.squeeze(1)).unsqueeze(2) for each in (cos, sin))
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
 @torch.compile(backend="eager")
 def apply_rotary_compiled(q, k, cos, sin):
     return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
@@ -430,6 +444,7 @@ SERVED = {
     "apply_rotary_llama": ("RotaryPosEmb", lambda: (*_qk(), table(T, D), table(T, D), _positions())),
     "apply_rotary_without_positions": ("RotaryPosEmb", lambda: (*_qk(), table(B, S, D), table(B, S, D), _positions())),
     "apply_rope_by_positions": ("RotaryPosEmb", lambda: (heads(N, False), _positions())),
+    "apply_rope_by_frequencies": ("RotaryPosEmb", lambda: (heads(N), table(D // 2))),
     "apply_rotary_baichuan": ("RotaryPosEmb", lambda: (*_qk(), table(1, 1, T, D), table(1, 1, T, D), _positions())),
     "apply_rotary_meta": ("RotaryPosEmbInterleaved", lambda: (*_qk(False), units(S, D // 2))),
     "apply_rope_kimi": ("RotaryPosEmbInterleaved", lambda: (*(x[0] for x in _qk(False)), units(S, D // 2))),
@@ -463,6 +478,10 @@ SERVED = {
     "apply_rotary_along": ("RotaryPosEmbInterleaved", lambda: (*_qk(False), 1, table(S, D // 2, 2, 2))),
     "apply_rotary_with_options": ("RotaryPosEmb", lambda: (heads(N), table(S, D), table(S, D))),
     "apply_rope_by_embedding": ("RotaryPosEmb", lambda: (heads(N), _positions(), table(T, D), table(T, D))),
+    "apply_rotary_pos_emb_index": (
+        "RotaryPosEmb",
+        lambda: (*(x.transpose(0, 1) for x in _qk(False)), table(T, 1, D), table(T, 1, D), _positions().T),
+    ),
     "apply_rotary_compiled": ("RotaryPosEmb", lambda: (*_qk(), table(S, D), table(S, D))),
     "apply_rotary_splitting": ("RotaryPosEmb", lambda: (*_qk(), table(S, D // 2), table(S, D // 2))),
     "apply_rotary_einsum": ("RotaryPosEmb", lambda: (*_qk(), table(S, D // 2), table(S, D // 2))),

@@ -173,3 +173,17 @@ def test_what_is_no_layer_with_adapters_is_torchs_own() -> None:
         "torch_npu's operator computes it: a kernel of its own would gain less than 1% of a step"
     }
     assert [name for name, module in model.named_modules() if "forward" in vars(module)] == ["base_model.model.q_proj"]
+
+
+def test_a_linear_layer_of_another_class_is_not_said_to_be_torchs_own() -> None:
+    class OfSigns(nn.Linear):
+        def forward(self, x):
+            return x @ self.weight.sign().T
+
+    class Renamed(nn.Linear):
+        pass
+
+    model = kernels_ext_npu.kernelize(nn.ModuleDict({"signs": OfSigns(4, 4), "renamed": Renamed(4, 4)}).npu())
+    found = reasons(model)
+    assert found["signs"].endswith("OfSigns, which may compute something else")
+    assert "torch_npu's operator computes it" in found["renamed"]

@@ -60,7 +60,7 @@ def class_facts(
     cls: type[nn.Module], forward: object, mark: str | None, methods: tuple[tuple[str, Any], ...]
 ) -> ClassFacts:
     """Return what there is to know of a class that has this forward, mark of `kernels`, and methods now."""
-    pattern, kind = find_pattern(cls), classify_class(cls)
+    pattern, kind, others = find_pattern(cls), classify_class(cls), is_others(cls)
     return ClassFacts(
         pattern=pattern,
         kind=kind,
@@ -69,8 +69,8 @@ def class_facts(
         names_attention=calls_attention_by_name(cls),
         is_indexer=indexer_rewriter(cls) is not None,
         is_experts=is_experts_class(cls),
-        calls_grouped_mm=calls_grouped_mm(cls),
-        is_others=is_others(cls),
+        calls_grouped_mm=others and calls_grouped_mm(cls),
+        is_others=others,
         is_run=pattern is None and _is_run(cls, forward, kind),
         functions=called_functions(cls),
     )

@@ -176,8 +176,8 @@ def torchs_attention(cls: type[nn.Module]) -> str | None:
 
 
 def calls_grouped_mm(cls: type[nn.Module]) -> bool:
-    """Tell whether a class of other people's code calls torch's products by groups, as experts in one tensor do."""
-    return is_others(cls) and not _GROUPED_MM.isdisjoint(_used_names(cls))
+    """Tell whether a class calls torch's products by groups, as other people's experts in one tensor do."""
+    return not _GROUPED_MM.isdisjoint(_used_names(cls))
 
 
 def is_others(cls: type) -> bool:

@@ -28,11 +28,11 @@ from kernels_ext_npu.matching.classification import LIBRARIES
 from kernels_ext_npu.matching.fingerprint import class_methods, compared_methods
 from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.recognition.computed import NotRecognised, Recognised
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.transformers_internals import original_function
 
 if TYPE_CHECKING:
+    from kernels_ext_npu.recognition.computed import NotRecognised, Recognised
     from kernels_ext_npu.recognition.rotations.functions import Rotation
 
 
@@ -133,22 +133,26 @@ class View:
     @functools.cached_property
     def recognised(self) -> dict[nn.Module, Recognised]:
         """The modules of classes that no pattern knows, and what they were found to compute by running them."""
-        return {module: what for module, what in self._run.items() if isinstance(what, Recognised)}
+        return self._run[0]
 
     @functools.cached_property
     def not_recognised(self) -> dict[nn.Module, NotRecognised]:
         """The modules of such classes that do what no layer computes, and look like what one does."""
-        return {module: what for module, what in self._run.items() if isinstance(what, NotRecognised)}
+        return self._run[1]
 
     @functools.cached_property
-    def _run(self) -> dict[nn.Module, Recognised | NotRecognised]:
+    def _run(self) -> tuple[dict[nn.Module, Recognised], dict[nn.Module, NotRecognised]]:
         classes = [cls for cls, facts in self.facts.items() if facts.is_run]
         if not classes:
-            return {}
-        from kernels_ext_npu.recognition.modules import recognise  # models of transformers do without
+            return {}, {}
+        from kernels_ext_npu.recognition.computed import NotRecognised, Recognised  # models of transformers do without
+        from kernels_ext_npu.recognition.modules import recognise
 
-        found = {module: recognise(module) for _, module in self.instances(classes)}
-        return {module: what for module, what in found.items() if what is not None}
+        found = [(module, recognise(module)) for _, module in self.instances(classes)]
+        return (
+            {module: what for module, what in found if isinstance(what, Recognised)},
+            {module: what for module, what in found if isinstance(what, NotRecognised)},
+        )
 
     @functools.cached_property
     def rotations(self) -> dict[CalledFunction, Rotation]:

@@ -13,7 +13,7 @@ and take the layer that fits by then.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers.integrations import hub_kernels
@@ -30,9 +30,11 @@ from kernels_ext_npu.matching.classification import PROJECTIONS, classify_instan
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.recognition.computed import NotRecognised
 from kernels_ext_npu.swaps import experts, refusals
 from kernels_ext_npu.swaps.decision import RECOGNISED, Decision, Finder, Swapping, View
+
+if TYPE_CHECKING:
+    from kernels_ext_npu.recognition.computed import NotRecognised
 
 # kinds of which no kernel is expected to serve all modules
 _PARTLY_SERVED = (catalogue.TABLES, catalogue.LAYER_NORMS, catalogue.PATCHES)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from kernels_ext_npu.binding import loaded_kernels, registration
 from kernels_ext_npu.binding.devices import compute_device, is_elsewhere
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.recognition.computed import NotRecognised
+
+if TYPE_CHECKING:
+    from kernels_ext_npu.recognition.computed import NotRecognised
 
 NOT_REGISTERED = Reason(
     "not registered", "kernels are not registered: call kernels_ext_npu.register() before the model is loaded"

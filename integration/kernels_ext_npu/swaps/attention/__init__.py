@@ -23,7 +23,6 @@ from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.binding.torch_operators import sdpa, varlen_attention
 from kernels_ext_npu.catalogue import ATTENTION, INDEXERS
 from kernels_ext_npu.matching.classification import BIASED, UNNAMED, torchs_attention, without_code
-from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.attention import (
     attn_implementation,

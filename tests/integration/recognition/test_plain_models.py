@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 from torch import nn
 from torch.nn import functional as F
 

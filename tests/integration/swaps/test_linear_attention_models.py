@@ -6,7 +6,10 @@ from types import FunctionType
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
 from transformers import PreTrainedModel
 
 import kernels_ext_npu
@@ -206,3 +209,19 @@ def test_a_convolution_of_packed_rows_has_any_activation() -> None:
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32, device="npu")
     found = convolve(x.npu(), weight.npu(), bias.npu(), "relu", cu_seqlens=bounds)
     assert_near(found, torch.cat([convolve(part, weight, bias, "relu") for part in x.split([4, 5], -1)], -1))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear"])
+def test_recurrences_are_told_that_sequences_are_split(name: str) -> None:
+    """Between devices of which there is one here; tests/distributed has several."""
+    dist.init_process_group("hccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model, tokens = kernelized(name), torch.arange(8, device="npu")[None]
+        mesh = init_device_mesh("npu", (1,))
+        with (
+            context_parallel(mesh, buffers=[tokens.clone()], buffer_seq_dims=[1]),
+            pytest.raises(ValueError, match="torch's context_parallel splits sequences between devices, but no states"),
+        ):
+            model(tokens, position_ids=tokens)
+    finally:
+        dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """torch's own products by groups on the NPU, called as a function and by experts of other people's code."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -15,18 +15,11 @@ import kernels_ext_npu
 from tests.support import npu_counts
 from tests.support.nearness import assert_near
 
+pytestmark = pytest.mark.usefixtures("registered")
 ENDS = [3, 3, 9, 14]  # of four groups, of which one is empty
 # of one rounding of what is summed up in float32; float32 itself adds 48 products or less
 ROUNDING = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 NO_WAITS = {"stream_syncs": 0, "device_to_host_copies": 0}
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    """Kernels are registered, and no model has any."""
-    kernels_ext_npu.register()
-    yield
-    kernels_ext_npu.unregister()
 
 
 def arguments(dtype: torch.dtype, outer: int = 48, rows: int = ENDS[-1]) -> tuple[Tensor, Tensor, Tensor]:

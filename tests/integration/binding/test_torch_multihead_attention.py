@@ -1,7 +1,7 @@
 """torch's own nn.MultiheadAttention and nn.TransformerEncoder on the NPU."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,18 +13,10 @@ import kernels_ext_npu
 from tests.support import npu_counts
 from tests.support.nearness import assert_near
 
+pytestmark = pytest.mark.usefixtures("registered")
 BATCH, QUERIES, KEYS, SIZE, HEADS = 2, 6, 9, 64, 4
 # float32 computes products of 64 numbers and a softmax; bfloat16 rounds q, k, v and the result
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-6}
-NO_WAITS = {"stream_syncs": 0, "device_to_host_copies": 0}
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    """Kernels are registered, and no model has any."""
-    kernels_ext_npu.register()
-    yield
-    kernels_ext_npu.unregister()
 
 
 def inputs(kind: str, batch_first: bool = True, **sizes: int) -> list[Tensor]:

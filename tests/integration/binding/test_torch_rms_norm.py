@@ -1,6 +1,6 @@
 """torch's own rms_norm on the NPU, called as a function or as a module that nobody swapped."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ from tests.conftest import ROOT
 from tests.support import npu_counts
 from tests.support.nearness import assert_near
 
+pytestmark = pytest.mark.usefixtures("registered")
 # of one rounding of the result, relative to its norm; gradients of float32 add as many values as there are
 ROUNDING = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 NO_WAITS = {"stream_syncs": 0, "device_to_host_copies": 0}
@@ -28,14 +29,6 @@ SHAPES = [
     ((2, 1, 2, 1, 2, 1, 2, 3, 12), (12,)),
     ((1, 7, 1), (1,)),
 ]
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    """Kernels are registered, and no model has any."""
-    kernels_ext_npu.register()
-    yield
-    kernels_ext_npu.unregister()
 
 
 def arguments(shape: tuple[int, ...], normed: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """torch's own attention on the NPU, called as a function while kernels are registered."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,11 @@ from tests.conftest import ROOT
 from tests.support import npu_counts, zoo
 from tests.support.nearness import assert_near
 
+pytestmark = pytest.mark.usefixtures("registered")
 FUSED = "npu_fusion_attention"
 LOWEST = torch.finfo(torch.float32).min
 # of float32 sums of some dozen products, relative to the norm of the result
 ROUNDING = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    """Kernels are registered, and no model has any."""
-    kernels_ext_npu.register()
-    yield
-    kernels_ext_npu.unregister()
 
 
 def tensors(heads: int = 4, queries: int = 6, keys: int = 6) -> list[Tensor]:

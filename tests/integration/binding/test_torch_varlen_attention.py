@@ -1,7 +1,7 @@
 """torch's own attention of packed sequences on the NPU, called as a function while kernels are registered."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 
@@ -22,19 +22,12 @@ from tests.support.nearness import assert_near
 varlen = pytest.importorskip("torch.nn.attention.varlen")
 if "num_splits" not in str(torch.ops.torch_attn._varlen_attn.default._schema):
     pytest.skip("an older torch takes other arguments", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("registered")
 FUSED, GRADIENT, WAITS = "npu_fusion_attention_v3", "npu_fusion_attention_grad_v3", "device_to_host_copies"
 # what results and gradients are rounded to; of float32 sums of some dozen products, relative to the norm of the result
 ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
 SAME = (0, 5, 5, 12)  # one sequence is empty
 CAUSAL = (-1, 0)
-
-
-@pytest.fixture(autouse=True)
-def registered() -> Iterator[None]:
-    """Kernels are registered, and no model has any."""
-    kernels_ext_npu.register()
-    yield
-    kernels_ext_npu.unregister()
 
 
 def cumulative(ends: Sequence[int]) -> Tensor:

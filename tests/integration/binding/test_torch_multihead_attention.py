@@ -152,6 +152,23 @@ def test_what_is_more_than_attention_stays_torchs(made: dict, called: dict) -> N
             assert_near(mine, theirs, ROUNDING[torch.float32])
 
 
+def test_a_bias_beside_padding_is_read_once_and_added() -> None:
+    module, (x, *_) = nn.MultiheadAttention(SIZE, HEADS, batch_first=True), inputs("self")
+    masks = {
+        "key_padding_mask": as_floats(padded)(KEYS),
+        "attn_mask": torch.linspace(-1, 1, KEYS * KEYS).view(KEYS, KEYS),
+    }
+    expected = module(x, x, x, need_weights=False, **masks)[0]
+    module, x, masks = module.npu(), x.npu(), {name: mask.npu() for name, mask in masks.items()}
+    npu_counts.reset()
+    for _ in range(3):
+        found = module(x, x, x, need_weights=False, **masks)[0]
+    counted = npu_counts.read()
+    assert counted["device_to_host_copies"] == 2  # one for each mask
+    assert counted["addmm"] == 2 * 3  # into attention and out of it
+    assert_near(found, expected, ROUNDING[torch.float32])
+
+
 def test_one_sequence_and_wrong_masks() -> None:
     module, (x, *_) = nn.MultiheadAttention(SIZE, HEADS, batch_first=True), inputs("self")
     expected = module(x[0], x[0], x[0], need_weights=False)[0]

@@ -51,19 +51,20 @@ def _forward(
     if not need_weights and _fits(self, query, key, value, masks, is_causal):
         q, k, v = (_heads(self, each) for each in _projected(self, query, key, value))
         is_causal = is_causal and key_padding_mask is None
-        mask = None if is_causal else _visible(masks, q, k)
-        if mask is None or mask.dtype is torch.bool:
-            dropout = self.dropout if self.training else 0.0
-            y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal).transpose(1, 2).flatten(2)
-            y = F.linear(y, self.out_proj.weight, self.out_proj.bias)
-            return y if self.batch_first else y.transpose(0, 1), None
+        mask = None if is_causal else _merged(masks, q, k)
+        attend: Callable = F.scaled_dot_product_attention
+        if mask is not None and mask.is_floating_point():  # it was read already
+            attend = functools.partial(sdpa.left_to_torch, attend)
+        y = attend(q, k, v, mask, self.dropout if self.training else 0.0, is_causal).transpose(1, 2).flatten(2)
+        y = F.linear(y, self.out_proj.weight, self.out_proj.bias)
+        return y if self.batch_first else y.transpose(0, 1), None
     return original(self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
 
 
 def _fits(
     self: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, masks: _Masks, is_causal: bool
 ) -> bool:
-    """Tell whether attention is that of queries, keys and values alone, with masks that may be boolean."""
+    """Tell whether attention is that of queries, keys and values alone, with masks of one dtype."""
     if self.bias_k is not None or self.bias_v is not None or self.add_zero_attn or torch.compiler.is_compiling():
         return False
     if query.device.type != "npu" or any(
@@ -100,12 +101,15 @@ def _heads(self: nn.MultiheadAttention, x: Tensor) -> Tensor:
     return x.transpose(1, 2) if self.batch_first else x.permute(1, 2, 0, 3)
 
 
-def _visible(masks: _Masks, q: Tensor, k: Tensor) -> Tensor | None:
-    """Return which keys a query sees, ``[B or 1, N or 1, S_q or 1, S_k]``; a mask of floats where one does more."""
+def _merged(masks: _Masks, q: Tensor, k: Tensor) -> Tensor | None:
+    """Return which keys a query sees, ``[B or 1, N or 1, S_q or 1, S_k]``; the sum of masks where one does more."""
     padding, mask = masks
     given = [] if padding is None else [padding[:, None, None]]
     if mask is not None:
         given.append(mask[None, None] if mask.dim() == 2 else mask.unflatten(0, (len(q), -1)))
     found = [~each if each.dtype is torch.bool else sdpa.as_boolean(each, q, k) for each in given]
-    floats = [each for each in found if each.dtype is not torch.bool]
-    return floats[0] if floats else functools.reduce(torch.logical_and, found) if found else None
+    if not found:
+        return None
+    if all(each.dtype is torch.bool for each in found):
+        return functools.reduce(torch.logical_and, found)
+    return functools.reduce(torch.add, given)

@@ -55,11 +55,10 @@ def _multiply(
     kernel = registration.try_package(_REPOSITORY) if _fits(left, right, offs, bias, out_dtype) else None
     if kernel is not None and not kernel._common.derivatives.is_transformed():
         assert offs is not None
-        counts = torch.nn.functional.pad(offs, (1, 0)).diff().long()
-        if right.dim() == 3 and kernel.ops.gmm.fits(left, right):
-            return kernel.grouped_matmul(left, right, counts)
-        if right.dim() == 2 and kernel.ops.gmm.fits_sizes(left, len(offs), left.shape[0], right.shape[1]):
-            return kernel.ops.gmm.sum_over_rows(left.mT, right, counts)
+        gmm, is_sum = kernel.ops.gmm, right.dim() == 2
+        if gmm.fits_sizes(left, len(offs), left.shape[0], right.shape[1]) if is_sum else gmm.fits(left, right):
+            counts = torch.nn.functional.pad(offs, (1, 0)).diff().long()
+            return gmm.sum_over_rows(left.mT, right, counts) if is_sum else kernel.grouped_matmul(left, right, counts)
     return torchs(keys, left, right, offs, bias, out_dtype)
 
 

@@ -192,9 +192,10 @@ def _cos_sin_tables(angles: Tensor, scale: float, dtype: torch.dtype) -> Pair:
     if is_transformed() or angles.requires_grad:  # torch.func and autograd write to no tensor that they are given
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
     with unseen_by_checkpoints():
-        both = angles.new_empty((2 * len(angles), *angles.shape[1:]))
-        torch.cos(angles, out=both[: len(angles)])
-        torch.sin(angles, out=both[len(angles) :])
+        rows = angles.shape[0]
+        both = angles.new_empty((2 * rows, *angles.shape[1:]))
+        torch.cos(angles, out=both[:rows])
+        torch.sin(angles, out=both[rows:])
         if not isinstance(scale, (float, int)) or scale != 1:
             both.mul_(scale)
         both = both.to(dtype)

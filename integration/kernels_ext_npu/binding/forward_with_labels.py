@@ -1,8 +1,8 @@
-"""Find the model that was called with labels, among the forwards that are running."""
+"""Find the model that computes a loss, among the forwards that are running."""
 
 from __future__ import annotations
 
-from types import FrameType
+from types import CodeType, FrameType
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -29,5 +29,14 @@ def forward_with_labels(frame: FrameType | None) -> FrameType | None:
                 return frame
             if isinstance(model, FSDPModule):
                 return None
+        frame = frame.f_back
+    return None
+
+
+def frame_running(code: CodeType, frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame, from one outwards, that runs the code of a forward; None if there is none."""
+    for _ in range(_FRAMES):
+        if frame is None or frame.f_code is code:
+            return frame
         frame = frame.f_back
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -15,6 +16,7 @@ from kernels_ext_npu.matching.classification import (
     classify_class,
     is_classified_by_name,
     is_others,
+    used_names,
 )
 from kernels_ext_npu.matching.fingerprint import is_experts_class
 from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
@@ -38,6 +40,7 @@ class ClassFacts(NamedTuple):
         is_experts: whether it calls the experts implementation that its config names.
         calls_grouped_mm: whether it is of other people's code, and calls torch's products by groups.
         is_others: whether it is of other people's code.
+        names: the attributes and functions that its forward uses, if it is of other people's code.
         is_run: whether it is run to find what it computes: no pattern knows it, and it may be what a layer computes.
         functions: those that it calls, and that kernels may serve.
     """
@@ -51,6 +54,7 @@ class ClassFacts(NamedTuple):
     is_experts: bool
     calls_grouped_mm: bool
     is_others: bool
+    names: AbstractSet[str]
     is_run: bool
     functions: tuple[CalledFunction, ...]
 
@@ -71,6 +75,7 @@ def class_facts(
         is_experts=is_experts_class(cls),
         calls_grouped_mm=others and calls_grouped_mm(cls),
         is_others=others,
+        names=used_names(cls) if others else frozenset(),
         is_run=pattern is None and _is_run(cls, forward, kind),
         functions=called_functions(cls),
     )

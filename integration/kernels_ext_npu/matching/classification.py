@@ -166,18 +166,18 @@ def attends(cls: type[nn.Module]) -> bool:
     if calls_attention_by_name(cls) or torchs_attention(cls):
         return True
     is_named = _ATTENTION_NAMES.search(cls.__name__) and not _OTHER_ATTENTION.search(cls.__name__)
-    return bool(is_named) and not _SOFTMAX.isdisjoint(_used_names(cls))
+    return bool(is_named) and not _SOFTMAX.isdisjoint(used_names(cls))
 
 
 def torchs_attention(cls: type[nn.Module]) -> str | None:
     """Return the function of torch that other people's code calls for attention, also in what a forward calls."""
-    used = _used_names(cls) if is_others(cls) else ()
+    used = used_names(cls) if is_others(cls) else ()
     return next((name for name in _TORCHS_ATTENTION if name in used), None)
 
 
 def calls_grouped_mm(cls: type[nn.Module]) -> bool:
     """Tell whether a class calls torch's products by groups, as other people's experts in one tensor do."""
-    return not _GROUPED_MM.isdisjoint(_used_names(cls))
+    return not _GROUPED_MM.isdisjoint(used_names(cls))
 
 
 def is_others(cls: type) -> bool:
@@ -185,7 +185,7 @@ def is_others(cls: type) -> bool:
     return not written_class(cls).__module__.startswith(LIBRARIES)
 
 
-def _used_names(cls: type[nn.Module]) -> set[str]:
+def used_names(cls: type[nn.Module]) -> set[str]:
     """Return the attributes and global names that a forward uses, and those methods of its class that it names.
 
     In other people's code also those that functions use which these call, and the own names of what these call.

@@ -1,7 +1,8 @@
-"""Heads of language models whose loss is computed without their logits, while a model is called with labels.
+"""Heads of language models whose loss is computed without their logits, by the forward of their model.
 
-The forward of the model stays: its head returns logits that are computed when somebody looks at them, and cross entropy
-of these does not (deferred_logits.py).
+That forward stays: its head returns logits that are computed when somebody looks at them, and cross entropy of these
+does not (deferred_logits.py). In other people's code a head is a linear layer that widens, which is called by a forward
+that computes a cross entropy itself; a model of transformers has one, and computes a loss if it is given labels.
 """
 
 from __future__ import annotations
@@ -13,17 +14,16 @@ import weakref
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from types import FunctionType, ModuleType
-from typing import Any
+from types import FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.binding.forward_with_labels import forward_with_labels
+from kernels_ext_npu.binding.forward_with_labels import forward_with_labels, frame_running
 from kernels_ext_npu.binding.loaded_kernels import class_forward, forward_owner
 from kernels_ext_npu.catalogue import HEADS
 from kernels_ext_npu.matching import classification
@@ -37,22 +37,23 @@ from kernels_ext_npu.swaps.loss.steps import Product
 REPOSITORY = "CrossEntropy"
 NAME = "linear_cross_entropy"
 _OWNER = "loss"
-_COMPUTED = "its logits were computed when the model was last called with labels"
-_LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
+_COMPUTED = "its logits were computed in the last training step"
+_CROSS_ENTROPY = {"CrossEntropyLoss", "cross_entropy"}
+_LOSSES = {"loss_function", *_CROSS_ENTROPY}
 
 _last_calls: weakref.WeakKeyDictionary[nn.Module, Call] = weakref.WeakKeyDictionary()  # by head
 
 
 def find(view: View) -> Iterator[Decision]:
     """Decide of every head of a language model that computes a loss from labels."""
-    for path, head, owner in find_heads(view):
+    for path, head, owner, caller in find_heads(view):
         present = NAME if forward_owner(head) == _OWNER else None
-        reason, call = refusal(path, head, owner), _last_calls.get(head)
+        reason, call = refusal(path, head, owner, caller), _last_calls.get(head)
         looked = None if call is None else call.reason
         doubt = None
         if (call is None or looked) and (own_loss := _own_loss(owner)) is not None:  # what it does a call shows
             doubt = f"its model has a loss_function {own_loss} of its own, which may look at logits"
-        make: Any = functools.partial(_make_forward, type(head).forward)  # type: ignore[arg-type]
+        make: Any = functools.partial(_make_forward, type(head).forward, caller)  # type: ignore[arg-type]
         yield Decision(path, head, None, reason, present, doubt, kind=HEADS.in_models, is_candidate=False, make=make)
 
 
@@ -62,27 +63,67 @@ def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
     return {d: f"{_COMPUTED}: {call.reason}" for d, call in calls.items() if call is not None and call.reason}
 
 
-def find_heads(view: View) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """Find the heads of models that compute a loss from labels, with their paths and the innermost of their models."""
+class Head(NamedTuple):
+    """A head whose model computes a loss.
+
+    Attributes:
+        path: its name in the model.
+        module: the head.
+        owner: the innermost model that computes the loss.
+        caller: the forward that calls the head and computes the loss; None where labels alone tell that a model does.
+    """
+
+    path: str
+    module: nn.Module
+    owner: nn.Module
+    caller: FunctionType | None = None
+
+
+def find_heads(view: View) -> list[Head]:
+    """Find the heads of models that compute a loss, each with the innermost of its models."""
     paths = {module: path for path, module in view.named}
-    found: dict[nn.Module, PreTrainedModel] = {}
+    found: dict[nn.Module, Head] = {}
     for _, model in view.pretrained:
         if "labels" in (names := _names(model)) and names & _LOSSES:
             with suppress(NotImplementedError, AttributeError):
                 head = model.get_output_embeddings()
                 if isinstance(head, nn.Module) and head in paths:
-                    found[head] = model
-    return ((paths[head], head, owner) for head, owner in found.items())
+                    found[head] = Head(paths[head], head, model)
+    for cls, facts in view.facts.items():
+        for owner in view.by_class[cls] if facts.is_others else ():
+            for head in _widening_layers(owner, facts.names) if _computes_loss(owner, facts.names) else ():
+                caller: Any = inspect.unwrap(cls.forward)  # type: ignore[arg-type]
+                found[head] = Head(paths[head], head, found[head].owner if head in found else owner, caller)
+    return list(found.values())
 
 
-def refusal(path: str, head: nn.Module, model: PreTrainedModel) -> str | None:
+def _widening_layers(model: nn.Module, names: AbstractSet[str]) -> list[nn.Linear]:
+    """Return the linear layers that a forward may call, by the names that it uses, if they give more than they get.
+
+    Of others the logits take less memory than the hidden states.
+    """
+    named = model.named_modules(remove_duplicate=False)
+    layers = [(path, each) for path, each in named if isinstance(each, nn.Linear)]
+    wide = [(path, each) for path, each in layers if each.out_features > each.in_features]
+    return [each for path, each in wide if all(name in names or name.isdigit() for name in path.split("."))]
+
+
+def _computes_loss(model: nn.Module, names: AbstractSet[str]) -> bool:
+    """Tell whether a forward that uses names computes a cross entropy: by a function or class of torch, or a child."""
+    children = model._modules.items()
+    return not names.isdisjoint(_CROSS_ENTROPY) or any(
+        name in names and isinstance(child, nn.CrossEntropyLoss) for name, child in children
+    )
+
+
+def refusal(path: str, head: nn.Module, model: nn.Module, caller: FunctionType | None) -> str | None:
     """Return why the head of a model cannot defer its logits; None if it can."""
-    if path.rpartition(".")[2] not in _names(model):
+    if caller is None and path.rpartition(".")[2] not in _names(model):
         return "its head is called by another forward than the one that gets labels"
     return refusals.unwanted(head, REPOSITORY) or refusals.elsewhere(head) or why_not_plain(head, is_sharded=True)
 
 
-def _own_loss(model: PreTrainedModel) -> str | None:
+def _own_loss(model: nn.Module) -> str | None:
     """Return the name of the loss that somebody gave a model; None for those of transformers."""
     loss = vars(model).get("_loss_function")
     if loss is None or str(getattr(loss, "__module__", "")).startswith("transformers."):
@@ -90,22 +131,36 @@ def _own_loss(model: PreTrainedModel) -> str | None:
     return getattr(loss, "__qualname__", type(loss).__qualname__)
 
 
-def _make_forward(matched: FunctionType) -> FunctionType:
-    return _forward_with(registration.package(REPOSITORY), matched)
+def _make_forward(matched: FunctionType, caller: FunctionType | None) -> FunctionType:
+    return _forward_with(registration.package(REPOSITORY), matched, caller)
 
 
 @functools.cache
-def _forward_with(kernel: ModuleType, matched: FunctionType) -> FunctionType:
+def _forward_with(kernel: ModuleType, matched: FunctionType, caller: FunctionType | None) -> FunctionType:
     """Return the forward of a head, for a kernel: `forward` by name, by which it is found when a model is unpickled."""
 
     def forward(self: nn.Module, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and _can_defer(self, input):
-            around = forward_with_labels(sys._getframe(1))
+            frame = sys._getframe(1)
+            around = forward_with_labels(frame)
+            if around is None and caller is not None:
+                around = _frame_with_loss(caller, frame)
             if around is not None:
-                return _deferred(self, input, around.f_locals["self"], kernel)
+                return _deferred(self, input, around.f_locals[around.f_code.co_varnames[0]], kernel)
         return class_forward(self, forward, matched)(self, input)
 
     return forward  # type: ignore[return-value]
+
+
+def _frame_with_loss(caller: FunctionType, frame: FrameType) -> FrameType | None:
+    """Return the frame that runs a forward, around another; None if there is none, or it gets no optional argument.
+
+    Without its labels ``forward(self, x, targets=None)`` gives logits for whoever called it.
+    """
+    around = frame_running(caller.__code__, frame)
+    optional = [name for name, each in inspect.signature(caller).parameters.items() if each.default is None]
+    is_given = around is not None and any(around.f_locals.get(name) is not None for name in optional)
+    return around if is_given or not optional else None
 
 
 def _can_defer(head: nn.Module, hidden_states: Tensor) -> bool:

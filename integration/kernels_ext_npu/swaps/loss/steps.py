@@ -24,7 +24,8 @@ _PRODUCTS = {"mul", "multiply", "__mul__", "__rmul__"}
 _QUOTIENTS = {"div", "divide", "true_divide", "__truediv__"}
 _SUMS = {"add", "__add__"}
 _RESHAPES = {"view", "reshape", "flatten"}
-_KNOWN = {"float", "to", "contiguous", "tanh", "__getitem__", *_PRODUCTS, *_QUOTIENTS, *_RESHAPES}
+_SWAPS = {"transpose", "swapaxes", "permute"}
+_KNOWN = {"float", "to", "contiguous", "tanh", "__getitem__", *_PRODUCTS, *_QUOTIENTS, *_RESHAPES, *_SWAPS}
 _PLAIN = {int, float, slice, type(None), type(...), torch.Size}
 
 
@@ -55,7 +56,7 @@ class Step(NamedTuple):
         """Return the gradient of logits of a shape and dtype from that of the result; None where torch finds it."""
         if self.name in _PRODUCTS | _QUOTIENTS:
             return self(grad)
-        return None if self.name in ("tanh", "__getitem__") else grad.reshape(shape).to(dtype)
+        return None if self.name in {"tanh", "__getitem__", *_SWAPS} else grad.reshape(shape).to(dtype)
 
     def on_meta(self, logits: Tensor) -> Tensor:
         """Return a tensor without memory that is like the result."""
@@ -83,9 +84,12 @@ class Product:
             return found
 
     def loss(self, steps: Sequence[Step], labels: Tensor, **options: Any) -> Tensor | None:
-        """Compute the cross entropy of logits ``[N, V]``, which steps made, without them; None where that cannot be."""
-        rows, bias, dtype = self.hidden_states, self.bias, self.hidden_states.dtype
-        scale, cap = 1.0, None
+        """Compute the cross entropy of logits, which steps made, without them; None where that cannot be.
+
+        Logits are ``[N, V]`` with labels ``[N]``, or ``[B, V, ...]`` with labels ``[B, ...]``.
+        """
+        rows, weight, bias, dtype = self.hidden_states, self.weight, self.bias, self.hidden_states.dtype
+        scale, cap, are_words_last = 1.0, None, True
         for step in steps:
             name, (arg, *_) = step.name, (*step.args, None)
             if name in _PRODUCTS | _QUOTIENTS and arg != 0:
@@ -97,14 +101,52 @@ class Product:
                 bias = arg.flatten()
             elif name in ("float", "to") and (arg or torch.float32) in (dtype, torch.float32):
                 dtype = arg or torch.float32
-            elif (found := _remaining_rows(step, rows, self.weight.shape[0])) is not None:
+            elif name == "contiguous":
+                pass
+            elif not are_words_last:
+                return None
+            elif name in _SWAPS and _moves_words(step, rows, weight.shape[0]):
+                are_words_last = False
+            elif (words := _first_words(step, rows.dim(), weight.shape[0])) is not None:
+                weight, bias = weight[:words], None if bias is None else bias[:words]
+            elif (found := _remaining_rows(step, rows, weight.shape[0])) is not None:
                 rows = found
             else:
                 return None
-        if rows.dim() != 2 or labels.shape != rows.shape[:1] or labels.is_floating_point() or (cap or 1) <= 0:
+        if (
+            (rows.dim() == 2) is not are_words_last
+            or labels.shape != rows.shape[:-1]
+            or labels.is_floating_point()
+            or (cap or 1) <= 0
+        ):
             return None
+        if torch.is_autocast_enabled(rows.device.type):  # casts what cross entropy gets
+            dtype = torch.promote_types(dtype, torch.float32)
         options |= {"logit_scale": scale * (cap or 1), "softcap": cap}
-        return self.kernel.linear_cross_entropy(rows, self.weight, labels, bias, **options).to(dtype)
+        loss = self.kernel.linear_cross_entropy(rows.flatten(0, -2), weight, labels.flatten(), bias, **options)
+        return (loss.view(labels.shape) if loss.dim() else loss).to(dtype)
+
+
+def _moves_words(step: Step, rows: Tensor, words: int) -> bool:
+    """Tell whether a step makes ``[B, V, ...]`` of logits ``[B, ..., V]``."""
+    with _disable_current_modes():
+        logits = torch.empty(*rows.shape[:-1], words, device="meta")
+        moved, expected = step(logits), logits.movedim(-1, 1)
+    return (moved.shape, moved.stride()) == (expected.shape, expected.stride())
+
+
+def _first_words(step: Step, dimensions: int, words: int) -> int | None:
+    """Return how many words a step leaves, which drops the last ones of each row, as padding; None for other steps.
+
+    Example: ``logits[..., :50257]`` of a vocabulary of 50,304.
+    """
+    index = step.args[0] if step.name == "__getitem__" else None
+    if not (isinstance(index, tuple) and isinstance(index[-1], slice)):
+        return None
+    *others, last = index
+    chosen: Any = range(words)[last]
+    is_whole = others in ([...], [slice(None)] * (dimensions - 1))
+    return len(chosen) if is_whole and chosen and chosen == range(len(chosen)) else None
 
 
 def _remaining_rows(step: Step, rows: Tensor, words: int) -> Tensor | None:
@@ -113,8 +155,8 @@ def _remaining_rows(step: Step, rows: Tensor, words: int) -> Tensor | None:
     Example: ``logits.view(-1, V)`` of ``[2, 3, V]`` is ``hidden_states.reshape(6, H)``.
     """
     chooses = step.name == "__getitem__"
-    if step.name == "contiguous" or not (chooses or step.name in _RESHAPES):
-        return rows if step.name == "contiguous" else None
+    if not (chooses or step.name in _RESHAPES):
+        return None
     size = math.prod(rows.shape) + 1 if chooses else words  # no other dimension is as long: the last one stays whole
     with _disable_current_modes():
         shape = step(torch.empty(*rows.shape[:-1], size, device="meta")).shape

@@ -1,0 +1,299 @@
+"""Heads of models that nobody derived from transformers' and whose forward computes the loss: as nanoGPT has it."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import kernels_ext_npu
+from kernels_ext_npu.catalogue import HEADS
+from kernels_ext_npu.swaps.loss.steps import Product
+from tests.integration.swaps.loss.heads import assert_same_gradients, head_row, is_deferred
+from tests.support import served
+
+WIDTH, WORDS = 16, 60
+TOLERANCE = 2**-18  # of losses: sums of float32 in another order
+
+
+class Body(nn.Module):
+    """Makes hidden states ``[B, S, 16]`` of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return torch.sin(self.mix(self.embedding(words)))
+
+
+class Model(nn.Module):
+    """A body and a head."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.body = Body()
+        self.lm_head = nn.Linear(WIDTH, WORDS, bias=bias)
+
+
+class NanoGPT(Model):
+    """Two results, a tied head, logits of the last word alone without labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.embedding.weight = self.lm_head.weight
+
+    def forward(self, words: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        if targets is None:
+            return self.lm_head(self.body(words)[:, [-1], :]), None
+        logits = self.lm_head(self.body(words))
+        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+
+
+class Padded(Model):
+    """A vocabulary with words that only pad it, behind which there is a softcap, as in nanochat."""
+
+    def forward(self, words: Tensor, targets: Tensor | None = None, loss_reduction: str = "mean") -> Any:
+        logits = self.lm_head(self.body(words))[..., : WORDS - 4].float()
+        logits = 15 * torch.tanh(logits / 15)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.view(-1, WORDS - 4), targets.view(-1), ignore_index=-1, reduction=loss_reduction)
+
+
+class ByModule(Model):
+    """A bias, and a loss that is a module."""
+
+    def __init__(self) -> None:
+        super().__init__(bias=True)
+        self.criterion = nn.CrossEntropyLoss(ignore_index=-1, reduction="sum")
+
+    def forward(self, words: Tensor, targets: Tensor) -> Tensor:
+        return self.criterion(self.lm_head(self.body(words)).flatten(0, 1), targets.flatten())
+
+
+class WordsFirst(Model):
+    """``[B, V, S]``, as cross entropy takes it, and a weight for each word of the text."""
+
+    def forward(self, words: Tensor, targets: Tensor) -> Tensor:
+        logits = self.lm_head(self.body(words)).permute(0, 2, 1)
+        loss = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+        return (loss * torch.linspace(0, 1, targets.shape[1], device=loss.device)).mean()
+
+
+class WordsFirstCast(Model):
+    """The mean, of logits that are cast behind."""
+
+    def forward(self, words: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.lm_head(self.body(words)).transpose(1, 2).float(), targets, ignore_index=-1)
+
+
+class OfImages(Model):
+    """``[B, V, H, W]``, for words that lie in two dimensions."""
+
+    def forward(self, words: Tensor, targets: Tensor) -> Tensor:
+        logits = self.lm_head(self.body(words.unflatten(1, (3, 3))))
+        return F.cross_entropy(logits.permute(0, 3, 1, 2), targets.unflatten(1, (3, 3)), ignore_index=-1)
+
+
+class InParts(Model):
+    """Methods compute logits and loss."""
+
+    def logits(self, words: Tensor) -> Tensor:
+        return self.lm_head(self.body(words))
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(logits[:, :-1], targets[:, 1:])
+
+    def forward(self, words: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(self.logits(words), targets)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=-1)
+
+
+class Below(nn.Module):
+    """The head of a model inside, which is called from outside of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = Model()
+
+    def forward(self, words: Tensor, targets: Tensor | None = None) -> Tensor:
+        return cross_entropy(self.decoder.lm_head(self.decoder.body(words)), targets)
+
+
+class Several(nn.Module):
+    """A head for each of the next words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Body()
+        self.heads = nn.ModuleList([nn.Linear(WIDTH, WORDS) for _ in range(2)])
+
+    def forward(self, words: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.body(words)
+        return sum(cross_entropy(head(hidden), targets.roll(-i, 1)) for i, head in enumerate(self.heads))  # type: ignore[return-value]
+
+
+MODELS = {
+    cls.__name__: cls
+    for cls in (NanoGPT, Padded, ByModule, WordsFirst, WordsFirstCast, OfImages, InParts, Below, Several)
+}
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    words, targets = torch.randint(0, WORDS - 4, (2, 3, 9), generator=torch.Generator().manual_seed(0))
+    targets[0, :3] = -1
+    return words, targets
+
+
+def pair(cls: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = cls()
+    return kernels_ext_npu.kernelize(copy.deepcopy(model).to("npu")), model
+
+
+def step(model: nn.Module, *given: Tensor) -> Tensor:
+    """Return the loss of a step, whose logits nobody keeps."""
+    device = next(model.parameters()).device
+    result = model(*(each.to(device) for each in given))
+    loss = result[-1] if isinstance(result, tuple) else result
+    del result
+    loss.backward()
+    return loss.detach().cpu()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_is_computed_without_logits(name: str, monkeypatch) -> None:
+    losses = []
+    take = Product.loss
+    monkeypatch.setattr(Product, "loss", lambda *args, **options: losses.append(1) or take(*args, **options))
+    ours, model = pair(MODELS[name])
+    rows = served.rows(ours, HEADS.in_models)
+    assert all(row.swapped for row in rows)
+    assert len(rows) == (2 if name == "Several" else 1)
+    for _ in range(2):  # gradients add up
+        torch.testing.assert_close(step(ours, *batch()), step(model, *batch()), rtol=TOLERANCE, atol=0)
+        assert_same_gradients(ours, model)
+    assert len(losses) == 2 * len(rows)
+    assert [row.reason for row in served.rows(ours, HEADS.in_models)] == [None] * len(rows)  # nothing looked at them
+
+
+def test_logits_that_somebody_keeps_are_those_of_the_model() -> None:
+    ours, model = pair(NanoGPT)
+    (found, loss), (expected, expected_loss) = ours(*(each.npu() for each in batch())), model(*batch())
+    assert is_deferred(found)
+    (loss + found.square().mean()).backward()
+    (expected_loss + expected.square().mean()).backward()
+    torch.testing.assert_close(found.detach().cpu(), expected.detach(), rtol=0, atol=TOLERANCE * 8)
+    assert_same_gradients(ours, model)
+    assert "looked at them" in str(head_row(ours).reason)
+
+
+def test_without_labels_logits_are_ordinary_ones() -> None:
+    ours, _ = pair(NanoGPT)
+    logits, _ = ours(batch()[0].npu())
+    assert type(logits) is Tensor
+
+
+class Weighted(Model):
+    """A weight for each word of the vocabulary, which the kernel does not take."""
+
+    def forward(self, words: Tensor, targets: Tensor) -> Tensor:
+        logits = self.lm_head(self.body(words)).flatten(0, 1)
+        return F.cross_entropy(
+            logits, targets.flatten(), torch.linspace(0, 1, WORDS, device=words.device), ignore_index=-1
+        )
+
+
+class Shuffled(Model):
+    """Rows of the text for its columns, of which there are as many."""
+
+    def forward(self, words: Tensor, targets: Tensor) -> Tensor:
+        logits = self.lm_head(self.body(words[:, :3])).permute(1, 2, 0)
+        return F.cross_entropy(logits, targets[:, :3].t(), ignore_index=-1)
+
+
+class Every(Model):
+    """Every other word of the vocabulary."""
+
+    def forward(self, words: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(self.lm_head(self.body(words))[..., ::2], targets.clamp(-1, WORDS // 2 - 1))
+
+
+class Perceptron(nn.Module):
+    """A layer that widens and is no head, beside one that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Body()
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(3 * WIDTH, WORDS)
+
+    def forward(self, words: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.up(self.body(words))
+        hidden += 1
+        return cross_entropy(self.out(hidden.relu_() * hidden[..., :1].sigmoid()), targets)
+
+
+@pytest.mark.parametrize("cls", [Weighted, Shuffled, Every, Perceptron])
+def test_what_the_kernel_does_not_compute_is_computed_from_logits(cls: type[nn.Module]) -> None:
+    ours, model = pair(cls)
+    torch.testing.assert_close(step(ours, *batch()), step(model, *batch()), rtol=TOLERANCE, atol=0)
+    assert_same_gradients(ours, model)
+    assert any("looked at them" in str(row.reason) for row in served.rows(ours, HEADS.in_models))
+
+
+class Narrow(nn.Module):
+    """A classifier, of which nothing is saved: its logits are fewer than what it makes them of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.classifier(x), targets)
+
+
+def test_a_head_with_fewer_words_than_features_is_none() -> None:
+    assert served.rows(pair(Narrow)[0], HEADS.in_models) == []
+
+
+def test_under_autocast_a_loss_is_float32_as_ever() -> None:
+    ours, model = pair(NanoGPT)
+    with torch.autocast("npu", torch.bfloat16):
+        _, loss = ours(*(each.npu() for each in batch()))
+    with torch.autocast("cpu", torch.bfloat16):
+        _, expected = model(*batch())
+    assert loss.dtype is expected.dtype is torch.float32
+    torch.testing.assert_close(loss.cpu(), expected, rtol=2**-8, atol=0)  # logits of 16 bits
+
+
+def test_a_head_that_becomes_another_keeps_its_forward() -> None:
+    ours, _ = pair(NanoGPT)
+    ours.lm_head.register_forward_hook(lambda module, args, output: output * 2)  # type: ignore[union-attr]
+    logits, _ = ours(*(each.npu() for each in batch()))
+    assert type(logits) is Tensor
+    kernels_ext_npu.kernelize(ours)
+    assert "hooks" in str(head_row(ours).reason)
+
+
+def test_a_copy_and_a_pickled_model_compute_it_too() -> None:
+    ours, model = pair(NanoGPT)
+    expected = step(model, *batch())
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        torch.testing.assert_close(step(other, *batch()), expected, rtol=TOLERANCE, atol=0)
+
+
+def test_restored_it_is_the_layer_that_it_was() -> None:
+    ours, _ = pair(NanoGPT)
+    kernels_ext_npu.restore(ours)
+    assert type(ours(*(each.npu() for each in batch()))[0]) is Tensor
+    assert "forward" not in vars(ours.lm_head)

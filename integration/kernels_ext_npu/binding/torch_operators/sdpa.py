@@ -85,6 +85,8 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    if mask is not None and is_causal:  # torch computes it on the CPU, and refuses it on the NPU
+        mask, is_causal = _causal(mask, query.shape[-2], key.shape[-2]), False
     if mask is not None and mask.dtype == query.dtype:  # other floats torch refuses
         mask = as_boolean(mask, query, key)
     given_mask = mask if mask is None else mask[(None,) * (4 - mask.dim())]
@@ -96,6 +98,12 @@ def _attend(
             given = query, key, value, given_mask, dropout, scale
             return kernel.attention_forward(None, *given, is_causal=is_causal)[0].transpose(1, 2)
     return torchs(keys, query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _causal(mask: Tensor, queries: int, keys: int) -> Tensor:
+    """Return a mask by which a query sees no key behind its own, in a sequence that starts with both."""
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()
+    return mask & visible if mask.dtype is torch.bool else mask.masked_fill(~visible, -torch.inf)
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> bool:

@@ -97,15 +97,17 @@ def find_heads(view: View) -> list[Head]:
     return list(found.values())
 
 
-def _widening_layers(model: nn.Module, names: AbstractSet[str]) -> list[nn.Linear]:
-    """Return the linear layers that a forward may call, by the names that it uses, if they give more than they get.
+def _widening_layers(module: nn.Module, names: AbstractSet[str]) -> Iterator[nn.Linear]:
+    """Yield the linear layers that a forward may call, by the names that it uses, if they give more than they get.
 
     Of others the logits take less memory than the hidden states.
     """
-    named = model.named_modules(remove_duplicate=False)
-    layers = [(path, each) for path, each in named if isinstance(each, nn.Linear)]
-    wide = [(path, each) for path, each in layers if each.out_features > each.in_features]
-    return [each for path, each in wide if all(name in names or name.isdigit() for name in path.split("."))]
+    for name, child in module._modules.items():
+        if child is not None and (name in names or isinstance(module, nn.ModuleList)):
+            if not isinstance(child, nn.Linear):
+                yield from _widening_layers(child, names)
+            elif child.out_features > child.in_features:
+                yield child
 
 
 def _computes_loss(model: nn.Module, names: AbstractSet[str]) -> bool:

@@ -265,9 +265,16 @@ def test_what_programs_have_found(tmp_path: Path, variant: str, acts: list[tuple
          ("zero", 1, "model.layers.0.self_attn.q_proj.parametrizations.weight.original")],
     ),
     ("linear attention", [("cast_to_half", 1), ("zero", 0, "model.embed_tokens.weight")]),
+    (
+        "GeGLU, norms around one",
+        [("zero", 162), ("assign_a_part", 0), ("step_with_a_selective_checkpoint", 0), ("cast_to_half", 0)],
+    ),
 ])  # fmt: skip
 def test_a_program_ends_where_zeros_leave_no_numbers(tmp_path: Path, variant: str, acts: list[tuple]) -> None:
-    """Queries of zeros, of which torch's attention on the CPU makes zeros; embeddings of zeros in half precision."""
+    """Queries of zeros, of which torch's attention on the CPU makes zeros; embeddings of zeros in half precision.
+
+    And embeddings that a norm of zeros has moved beyond what half precision holds, to the same infinities.
+    """
     with closing(Program(variant, tmp_path)) as program:
         for act in acts:
             program.do(*act)

@@ -155,13 +155,15 @@ def _forward_with(kernel: ModuleType, matched: FunctionType, caller: FunctionTyp
 
 
 def _frame_with_loss(caller: FunctionType, frame: FrameType) -> FrameType | None:
-    """Return the frame that runs a forward, around another; None if there is none, or it gets no optional argument.
+    """Return the frame that runs a forward, around another; None if there is none, or it gets nothing to learn from.
 
-    Without its labels ``forward(self, x, targets=None)`` gives logits for whoever called it.
+    Without its optional arguments, or labels where it has these, ``forward(self, x, targets=None)`` gives logits alone.
     """
     around = frame_running(caller.__code__, frame)
-    optional = [name for name, each in inspect.signature(caller).parameters.items() if each.default is None]
-    is_given = around is not None and any(around.f_locals.get(name) is not None for name in optional)
+    parameters = inspect.signature(caller).parameters
+    optional = [name for name, each in parameters.items() if each.default is None]
+    asked = ["labels"] if "labels" in optional else optional
+    is_given = around is not None and any(around.f_locals.get(name) is not None for name in asked)
     return around if is_given or not optional else None
 
 

@@ -197,10 +197,27 @@ def test_logits_that_somebody_keeps_are_those_of_the_model() -> None:
     assert "looked at them" in str(head_row(ours).reason)
 
 
-def test_without_labels_logits_are_ordinary_ones() -> None:
-    ours, _ = pair(NanoGPT)
-    logits, _ = ours(batch()[0].npu())
+class Masked(Model):
+    """Padding that is masked, also where there are no labels."""
+
+    def forward(self, words: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        hidden = self.body(words)
+        logits = self.lm_head(hidden if attention_mask is None else hidden * attention_mask.unsqueeze(-1))
+        return logits, None if labels is None else cross_entropy(logits, labels)
+
+
+@pytest.mark.parametrize(("cls", "is_masked"), [(NanoGPT, False), (Masked, False), (Masked, True)])
+def test_without_labels_logits_are_ordinary_ones(cls: type[nn.Module], is_masked: bool) -> None:
+    ours, _ = pair(cls)
+    words = batch()[0].npu()
+    logits, _ = ours(words, *[torch.ones_like(words)] * is_masked)
     assert type(logits) is Tensor
+
+
+def test_labels_tell_where_a_forward_has_them() -> None:
+    ours, _ = pair(Masked)
+    words, targets = (each.npu() for each in batch())
+    assert is_deferred(ours(words, labels=targets)[0])
 
 
 class Weighted(Model):

@@ -28,6 +28,7 @@ PRINTED = {
 ARGUMENTS = {"long_context.py": ["--tokens", "128"]}
 OTHERS = {
     "kernel_function.py",
+    "own_model.py",
     "qlora.py",
     "quick_start.ipynb",
     "split_sequences.py",
@@ -99,6 +100,20 @@ def test_adapters_are_trained_on_four_bits_through_the_kernels(tmp_path: Path, r
     assert all(counters[f"{operator}_backward"] for operator in FUSED)
     assert "→ lora_linear: one node" in printed
     assert (tmp_path / "adapters/adapter_model.safetensors").exists()
+
+
+def test_a_model_of_own_code_is_served_whole_and_trains_as_on_the_cpu(tmp_path: Path, run_forked: Callable) -> None:
+    """In float32: losses to what is printed of them."""
+    script = replaced((EXAMPLES / "own_model.py").read_text(), ("torch.bfloat16", "enabled=False"))
+    printed = []
+    for text in (script, without_kernels(script)):
+        (tmp_path / "script.py").write_text(text)
+        printed.append(run_forked(None, "-m", "softnpu", "script.py", "--tiny", directory=tmp_path).stdout)
+    summary = "5 of 5 norms, 2 of 2 gated MLPs, 2 of 2 rotary calls, 2 of 2 attention, 1 of 1 heads swapped"
+    assert summary in " ".join(printed[0].split())
+    found, expected = (re.findall(r"loss (\S+)", text) for text in printed)
+    assert found == expected
+    assert len(found) == 5
 
 
 def test_the_kernels_as_functions_agree_with_float64_and_have_gradients(run_forked: Callable) -> None:

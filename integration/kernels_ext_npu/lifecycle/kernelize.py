@@ -24,7 +24,7 @@ def kernelize(model: Model, mode: Mode | None = None) -> Model:
     loaded kernelize it again: gate and up of its MLPs become one product then.
 
     Args:
-        model: a transformers model, or any module that contains one.
+        model: a transformers model, or any other module of torch: what its parts compute decides what is swapped.
         mode: a ``kernels.Mode``; by default training or inference, as the model is.
 
     Returns:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -38,7 +39,7 @@ def asked_lengths(function: Callable, form: Form) -> Callable[[int], bool] | Non
     for place, (given, value) in enumerate(zip(form.given, values)):
         if isinstance(given, Given) and given.kind != "number":
             values[place] = tuple(fake(each, given) for each in value) if given.is_pair else fake(value, given)
-    with mode:
+    with enable_python_dispatcher(), mode:  # without it torch.complex, polar and addcmul make numbers of sizes
         function(*values)
     asked = {symbols.get(symbol) for guard in shapes.guards for symbol in guard.expr.free_symbols}
     if form.width is None:

@@ -29,7 +29,7 @@ _OTHER_SIZES = ({"B": 1, "N": 1, "M": 1, "S": 1}, {"S": 1}, {"B": 1, "T": 7, "P"
 _OPERATORS = {
     *("cat", "stack", "index", "index_select", "gather", "embedding", "repeat", "repeat_interleave", "flip", "roll"),
     *("view_as_complex", "view_as_real", "complex", "polar", "_conj", "real", "imag", "cos", "sin", "outer"),
-    *("arange", "copy", "empty_like", "empty", "zeros_like", "new_empty", "slice_scatter", "contiguous"),
+    *("arange", "copy", "fill", "empty_like", "empty", "zeros_like", "new_empty", "slice_scatter", "contiguous"),
 }
 _PRODUCTS = {"mm", "bmm"}  # whose dtypes autocast decides
 OPERATORS = frozenset(_OPERATORS | _PRODUCTS)

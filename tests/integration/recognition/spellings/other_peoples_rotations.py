@@ -316,6 +316,23 @@ def apply_rotary_einsum(q, k, cos, sin):
     return t(q), t(k)
 
 
+def apply_rope_by_polar(x, angles):
+    """Turns complex numbers by angles."""
+    units = torch.polar(torch.ones_like(angles, dtype=torch.float32), angles.float())
+    turned = torch.view_as_complex(x.float().unflatten(-1, (-1, 2))) * units
+    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+
+
+def apply_rotary_addcmul(q, k, cos, sin):
+    return torch.addcmul(q * cos, rotate_half(q), sin), torch.addcmul(k * cos, rotate_half(k), sin)
+
+
+def apply_rotary_signed(x, cos, sin):
+    sign = torch.ones_like(cos)
+    sign[..., : x.shape[-1] // 2] = -1
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sign * sin
+
+
 # ---- what only looks like one
 
 
@@ -485,6 +502,9 @@ SERVED = {
     "apply_rotary_compiled": ("RotaryPosEmb", lambda: (*_qk(), table(S, D), table(S, D))),
     "apply_rotary_splitting": ("RotaryPosEmb", lambda: (*_qk(), table(S, D // 2), table(S, D // 2))),
     "apply_rotary_einsum": ("RotaryPosEmb", lambda: (*_qk(), table(S, D // 2), table(S, D // 2))),
+    "apply_rope_by_polar": ("RotaryPosEmbInterleaved", lambda: (heads(N), table(S, D // 2))),
+    "apply_rotary_addcmul": ("RotaryPosEmb", lambda: (*_qk(), table(S, D), table(S, D))),
+    "apply_rotary_signed": ("RotaryPosEmb", lambda: (heads(N), table(S, D), table(S, D))),
 }
 LOOKALIKES = [name for name in list(globals()) if name.startswith("apply_") and name not in SERVED]
 

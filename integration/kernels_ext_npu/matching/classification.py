@@ -66,7 +66,7 @@ BLOCK_NAMES = re.compile(r"M(oE|OE|oe)(Block|Layer|FeedForward|FFN|MLP)?$")
 _ACTIVATIONS_FILE = "transformers.activations"  # most of these are one launch: counted is what takes several
 _ACTIVATIONS = re.compile(r"act|silu|gelu|swish")
 _METHOD_NAMES = re.compile(r"_?apply_\w*(rotary|rope)")
-ROTATING_NAMES = re.compile("rotary|rope|rotate|apply_rot_")
+ROTATING_NAMES = re.compile(r"rotary|rope|rotate|(^|_)rot\d*(_|$)")
 # helpers of rotary functions: no model calls them
 HELPERS = ("rotate_half", "rotate_every_two", "rotate_pairwise")
 # what transformers calls the functions of linear attention and state space models in its table of kernels

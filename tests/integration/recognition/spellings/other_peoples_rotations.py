@@ -327,6 +327,12 @@ def apply_rotary_addcmul(q, k, cos, sin):
     return torch.addcmul(q * cos, rotate_half(q), sin), torch.addcmul(k * cos, rotate_half(k), sin)
 
 
+def rot(x, freqs):
+    """Has the shortest of names."""
+    turned = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2)) * freqs.unsqueeze(0).unsqueeze(2)
+    return torch.view_as_real(turned).flatten(3).type_as(x)
+
+
 def apply_rotary_signed(x, cos, sin):
     sign = torch.ones_like(cos)
     sign[..., : x.shape[-1] // 2] = -1
@@ -504,6 +510,7 @@ SERVED = {
     "apply_rotary_einsum": ("RotaryPosEmb", lambda: (*_qk(), table(S, D // 2), table(S, D // 2))),
     "apply_rope_by_polar": ("RotaryPosEmbInterleaved", lambda: (heads(N), table(S, D // 2))),
     "apply_rotary_addcmul": ("RotaryPosEmb", lambda: (*_qk(), table(S, D), table(S, D))),
+    "rot": ("RotaryPosEmbInterleaved", lambda: (heads(N, False), units(S, D // 2))),
     "apply_rotary_signed": ("RotaryPosEmb", lambda: (heads(N), table(S, D), table(S, D))),
 }
 LOOKALIKES = [name for name in list(globals()) if name.startswith("apply_") and name not in SERVED]

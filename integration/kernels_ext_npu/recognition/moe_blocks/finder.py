@@ -128,6 +128,8 @@ class _Trial:
         else:
             return None
         first: BlockRun = firsts[shapes[0]]
+        if first.top_k == self.parts.experts.number:
+            self.seen = "each of them computes every token"
         probes = self._probes(shapes)
         found: dict[bool, tuple[Mode, Choice | None]] = {}
         for training in (False, True):

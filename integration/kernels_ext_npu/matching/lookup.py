@@ -48,7 +48,7 @@ def why_not_served(module: nn.Module, pattern: Pattern) -> str | None:
     methods = compared_methods(module_class, module_class.forward)
     if methods and (given := methods & vars(module).keys()):
         return f"it was given a {min(given)} of its own"
-    return pattern.limits(module)
+    return pattern.refusal(module)
 
 
 def _has_siblings(function: FunctionType, pattern: Pattern) -> bool:

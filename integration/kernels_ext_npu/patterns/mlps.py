@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kernels_ext_npu.module_state import has_hooks
-from kernels_ext_npu.patterns.pattern import Pattern, misread, patterns_for, require
+from kernels_ext_npu.patterns.pattern import Guard, Pattern, misread, patterns_for
 
 ACTIVATED_BY: dict[str, Callable[[Tensor], Tensor]] = {
     "SwiGLUMLP": F.silu,
@@ -120,17 +120,6 @@ def _named_projections(forward: FunctionType, groups: tuple[tuple[str, ...], ...
     return next(group for group in groups if group[0] in forward.__code__.co_names)
 
 
-def _is_dense(module: Any) -> bool:
-    return module.activation_sparsity <= 0
-
-
-_DENSE = require(
-    _is_dense,
-    "it keeps the largest gates only (activation_sparsity is {0.activation_sparsity})",
-    refuse_gated,
-)
-
-
 def _refuse_all_but_silu(module: nn.Module) -> str | None:
     reason = refuse_gated(module)
     if reason is None and activated_layer(module) != "SwiGLUMLP":
@@ -158,21 +147,20 @@ def _refuse_multipliers(module: Any) -> str | None:
     return _refuse_all_but_silu(module)
 
 
-def _is_unclamped(module: Any) -> bool:
-    return module.limit == float("inf")
-
-
-_UNCLAMPED = require(
-    _is_unclamped,
+_DENSE = Guard(
+    lambda mlp: mlp.activation_sparsity <= 0,
+    "it keeps the largest gates only (activation_sparsity is {0.activation_sparsity})",
+)
+_UNCLAMPED = Guard(
+    lambda mlp: mlp.limit == float("inf"),
     "it clamps what its activation gives (limit is {0.limit}), which no operator does",
-    refuse_gated,
 )
 
 PATTERNS = (
     *patterns_for(
         GATED, "llama:LlamaMLP", "recurrent_gemma:RecurrentGemmaMlp", limits=refuse_gated, choose=gated_layer
     ),
-    Pattern("gemma3n:Gemma3nTextMLP", GATED, _DENSE, gated_layer, holds=_is_dense),
+    Pattern("gemma3n:Gemma3nTextMLP", GATED, refuse_gated, gated_layer, guard=_DENSE),
     *patterns_for(
         GATED,
         "beam:BeamMLP",  # multiplies in float32, as the kernel does for all of them
@@ -203,7 +191,7 @@ PATTERNS = (
     *patterns_for(
         ("ClampedSwiGLUMLP",), "deepseek_v4:DeepseekV4MLP", "glm5_next:Glm5NextTextMLP", limits=_refuse_limit
     ),
-    Pattern("step3p7:Step3p7MLP", GATED, _UNCLAMPED, gated_layer, holds=_is_unclamped),
+    Pattern("step3p7:Step3p7MLP", GATED, refuse_gated, gated_layer, guard=_UNCLAMPED),
     Pattern("falcon_h1:FalconH1MLP", ("ScaledSwiGLUMLP",), _refuse_multipliers),
     Pattern("moshi:MoshiGatingMLP", ("FusedMLPByLayer",), refuse_fused),
     Pattern("zamba2:Zamba2MLP", ("FusedAdaptedMLP",), refuse_fused),

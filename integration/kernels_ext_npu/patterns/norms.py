@@ -10,7 +10,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from kernels_ext_npu.module_state import COMPUTED, TORCH_CALL, all_have_hooks, static_getattr
-from kernels_ext_npu.patterns.pattern import Part, Pattern, ignores, patterns_for, require
+from kernels_ext_npu.patterns.pattern import Guard, Part, Pattern, ignores, patterns_for, require
 
 
 def _refuse_eps(module: Any) -> str | None:
@@ -43,24 +43,12 @@ def _refuse_dimensions(module: Any) -> str | None:
     return None if dimensions == 1 else f"it norms over {dimensions} dimensions, the kernel over one"
 
 
-def _is_scaled(module: Any) -> bool:
-    return module.with_scale == (static_getattr(module, "weight") is not None)
-
-
-def _is_whole(module: Any) -> bool:
-    return module.group_size is None
-
-
-def _is_unbiased(module: Any) -> bool:
-    return module.bias is None
-
-
-_SCALED = require(
-    _is_scaled,
+_SCALED = Guard(
+    lambda module: module.with_scale == (static_getattr(module, "weight") is not None),
     "with_scale is {0.with_scale}, which its weight contradicts",
-    _refuse_optional_weight,
 )
-_WHOLE = require(_is_whole, "it norms groups of the last dimension", _refuse_weighted)
+_WHOLE = Guard(lambda module: module.group_size is None, "it norms groups of the last dimension")
+_UNBIASED = Guard(lambda module: module.bias is None, "it adds a bias")
 _REDUCED_IN_FLOAT32 = require(
     lambda module: module.force_float32_reductions,
     "it squares in the dtype of its input, the kernel in float32",
@@ -134,21 +122,16 @@ PATTERNS = (
         "moshi:MoshiRMSNorm",
         limits=_refuse_weighted,
     ),
-    Pattern("gemma4:Gemma4RMSNorm", ("RMSNormCastLast",), _SCALED, holds=_is_scaled),
+    Pattern("gemma4:Gemma4RMSNorm", ("RMSNormCastLast",), _refuse_optional_weight, guard=_SCALED),
     Pattern("torch:RMSNorm", ("RMSNormCastLast",), lambda m: _refuse_dimensions(m) or _refuse_optional_weight(m)),
-    Pattern(
-        "xlstm:xLSTMRMSNorm",
-        ("RMSNorm",),
-        require(_is_unbiased, "it adds a bias", _REDUCED_IN_FLOAT32),
-        holds=_is_unbiased,
-    ),
+    Pattern("xlstm:xLSTMRMSNorm", ("RMSNorm",), _REDUCED_IN_FLOAT32, guard=_UNBIASED),
     *patterns_for(
         ("RMSNormZeroCentered",),
         "gemma:GemmaRMSNorm",
         "muse_spark:MuseSparkTextCenteredRMSNorm",
         limits=_refuse_weighted,
     ),
-    Pattern("qwen4_exp:Qwen4ExpTextRMSNorm", ("RMSNormZeroCentered",), _WHOLE, holds=_is_whole),
+    Pattern("qwen4_exp:Qwen4ExpTextRMSNorm", ("RMSNormZeroCentered",), _refuse_weighted, guard=_WHOLE),
     *patterns_for(
         ("RMSNormWeightless",),
         "nanochat:NanoChatRMSNorm",

@@ -74,7 +74,7 @@ def read_experts(
         names: Any = tuple(map(roles.get, ("gate_proj", "up_proj", "down_proj")))
         is_plain = what.computed._replace(projections=(), activation=None) == Computed(layer)
     else:
-        if pattern.layers != GATED or pattern.holds is not None or why_not_served(first, pattern) is not None:
+        if pattern.layers != GATED or pattern.guard is not None or why_not_served(first, pattern) is not None:
             return None
         names, layer, settings = projection_names(type(first)), pattern.layer_for(first), read_settings(first)
         if pattern.name in _LOOKED_AT_BY_THE_LAYER:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kernels_ext_npu.module_state import has_hooks
-from kernels_ext_npu.patterns.pattern import Guard, Pattern, misread, patterns_for
+from kernels_ext_npu.patterns.pattern import Guard, Pattern, misread
 
 ACTIVATED_BY: dict[str, Callable[[Tensor], Tensor]] = {
     "SwiGLUMLP": F.silu,
@@ -156,42 +156,28 @@ _UNCLAMPED = Guard(
     "it clamps what its activation gives (limit is {0.limit}), which no operator does",
 )
 
+_by_activation = partial(Pattern, layers=GATED, limits=refuse_gated, choose=gated_layer)
+_fused_by_activation = partial(Pattern, layers=FUSED, limits=refuse_fused, choose=lambda m: f"Fused{gated_layer(m)}")
 PATTERNS = (
-    *patterns_for(
-        GATED, "llama:LlamaMLP", "recurrent_gemma:RecurrentGemmaMlp", limits=refuse_gated, choose=gated_layer
-    ),
-    Pattern("gemma3n:Gemma3nTextMLP", GATED, refuse_gated, gated_layer, guard=_DENSE),
-    *patterns_for(
-        GATED,
-        "beam:BeamMLP",  # multiplies in float32, as the kernel does for all of them
-        "llama4:Llama4TextMLP",
-        "lfm2:Lfm2MLP",
-        "mixtral:MixtralBlockSparseTop2MLP",
-        limits=refuse_gated,
-        choose=gated_layer,
-    ),
-    *patterns_for(
-        FUSED,
-        "phi3:Phi3MLP",
-        "granitemoeshared:GraniteMoeSharedMLP",
-        limits=refuse_fused,
-        choose=lambda m: f"Fused{gated_layer(m)}",
-    ),
-    *patterns_for(
-        ("DropoutMLP",),
-        "t5gemma:T5GemmaMLP",
-        "longt5:LongT5DenseGatedActDense",
-        "t5:T5DenseGatedActDense",
-        limits=refuse_gated,
-    ),
+    _by_activation("llama:LlamaMLP"),
+    _by_activation("recurrent_gemma:RecurrentGemmaMlp"),
+    _by_activation("gemma3n:Gemma3nTextMLP", guard=_DENSE),
+    _by_activation("beam:BeamMLP"),  # multiplies in float32, as the kernel does for all of them
+    _by_activation("llama4:Llama4TextMLP"),
+    _by_activation("lfm2:Lfm2MLP"),
+    _by_activation("mixtral:MixtralBlockSparseTop2MLP"),
+    _by_activation("step3p7:Step3p7MLP", guard=_UNCLAMPED),
+    _fused_by_activation("phi3:Phi3MLP"),
+    _fused_by_activation("granitemoeshared:GraniteMoeSharedMLP"),
+    Pattern("t5gemma:T5GemmaMLP", ("DropoutMLP",), refuse_gated),
+    Pattern("longt5:LongT5DenseGatedActDense", ("DropoutMLP",), refuse_gated),
+    Pattern("t5:T5DenseGatedActDense", ("DropoutMLP",), refuse_gated),
     Pattern("modernbert:ModernBertMLP", ("FusedDropoutMLP",), refuse_fused),
     Pattern("seed_oss:SeedOssMLP", ("DroppedMLP",), refuse_gated),
     Pattern("inkling:InklingMLP", ("GloballyScaledMLP",), refuse_gated),
     Pattern("bitnet:BitNetMLP", ("NormedMLP",), refuse_gated),
-    *patterns_for(
-        ("ClampedSwiGLUMLP",), "deepseek_v4:DeepseekV4MLP", "glm5_next:Glm5NextTextMLP", limits=_refuse_limit
-    ),
-    Pattern("step3p7:Step3p7MLP", GATED, refuse_gated, gated_layer, guard=_UNCLAMPED),
+    Pattern("deepseek_v4:DeepseekV4MLP", ("ClampedSwiGLUMLP",), _refuse_limit),
+    Pattern("glm5_next:Glm5NextTextMLP", ("ClampedSwiGLUMLP",), _refuse_limit),
     Pattern("falcon_h1:FalconH1MLP", ("ScaledSwiGLUMLP",), _refuse_multipliers),
     Pattern("moshi:MoshiGatingMLP", ("FusedMLPByLayer",), refuse_fused),
     Pattern("zamba2:Zamba2MLP", ("FusedAdaptedMLP",), refuse_fused),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -107,8 +106,3 @@ class Pattern:
     def layer_for(self, module: nn.Module) -> str:
         """Return the layer that serves an instance, or would if nothing stood against it."""
         return self.choose(module) if self.choose else self.layers[0]
-
-
-def patterns_for(layers: tuple[str, ...], *names: str, **terms: Any) -> tuple[Pattern, ...]:
-    """Return a pattern for each name, with the same layers and the same further fields of `Pattern`."""
-    return tuple(map(partial(Pattern, layers=layers, **terms), names))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from kernels_ext_npu.patterns.pattern import Limits, Pattern, patterns_for, require
+from kernels_ext_npu.patterns.pattern import Limits, Pattern, require
 
 
 def _refuse(table: Any) -> str | None:
@@ -91,10 +91,6 @@ PATTERNS = (
     Pattern("cohere_compass:CohereCompassRotaryEmbedding", ("RotaryEmbeddingComposedByType",), _BY_TYPE),
     Pattern("neomme:NeoMMERotaryEmbedding", ("RotaryEmbeddingOfRowsByType",), _BY_TYPE),
     Pattern("qwen2_vl:Qwen2VLVisionRotaryEmbedding", ("RotaryEmbeddingOfPatchesFloat32",), _UNTRAINED),
-    *patterns_for(
-        ("RotaryEmbeddingOfPatches",),
-        "pixtral:PixtralVisionRotaryEmbedding",
-        "muse_spark:MuseSparkVisionRotaryEmbedding",
-        limits=_UNTRAINED,
-    ),
+    Pattern("pixtral:PixtralVisionRotaryEmbedding", ("RotaryEmbeddingOfPatches",), _UNTRAINED),
+    Pattern("muse_spark:MuseSparkVisionRotaryEmbedding", ("RotaryEmbeddingOfPatches",), _UNTRAINED),
 )

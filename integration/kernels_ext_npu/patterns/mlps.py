@@ -16,11 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.patterns.pattern import Guard, Pattern, misread
 
-ACTIVATED_BY: dict[str, Callable[[Tensor], Tensor]] = {
-    "SwiGLUMLP": F.silu,
-    "GeGLUMLP": partial(F.gelu, approximate="tanh"),
-    "ExactGeGLUMLP": F.gelu,
-}
+ACTIVATED_BY = {"SwiGLUMLP": nn.SiLU(), "GeGLUMLP": nn.GELU(approximate="tanh"), "ExactGeGLUMLP": nn.GELU()}
 # in the order in which the kernel looks for them: those of gate, up and down; of both and down; and the activation
 _THREE_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("wi_0", "wi_1", "wo"))
 _TWO_PROJECTIONS = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"), ("Wi", "Wo"), ("fc1", "fc2"))
@@ -60,7 +56,7 @@ def activated_layer(module: nn.Module) -> str | None:
             return None
         for layer, kernel in ACTIVATED_BY.items():
             # float32 leaves 1e-6 between two ways to compute tanh; GELU and its form with tanh are 4e-4 apart
-            if isinstance(values, Tensor) and torch.allclose(values, kernel(grid), rtol=0, atol=1e-5):
+            if isinstance(values, Tensor) and torch.allclose(values, kernel.forward(grid), rtol=0, atol=1e-5):
                 return layer
     return None
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
-from kernels_ext_npu.patterns.mlps import GATED, projection_names
+from kernels_ext_npu.patterns.mlps import ACTIVATED_BY, GATED, projection_names
 from kernels_ext_npu.recognition.computed import Computed, NotRecognised, Recognised
-from kernels_ext_npu.recognition.mlps.finder import ACTIVATION_MODULES
 from kernels_ext_npu.recognition.module_settings import Settings, is_linear, read_settings
 from kernels_ext_npu.recognition.moe_blocks.formulas import Experts
 from kernels_ext_npu.recognition.stand_ins import filled
@@ -83,7 +82,7 @@ def read_experts(
     if layer not in GATED or None in names or not is_plain or any("." in name for name in names):
         return None
     width = getattr(first._modules[names[2]], "out_features", 0)
-    return known(width, type(first).forward, settings, names, ACTIVATION_MODULES[layer])
+    return known(width, type(first).forward, settings, names, ACTIVATED_BY[layer])
 
 
 def longest_list(module: nn.Module) -> tuple[str, nn.ModuleList] | None:

@@ -170,7 +170,7 @@ class Watched(TorchDispatchMode):
             raise OwnOperatorError(name)
         if not self.autocast and any(casts()):
             raise NotRecognisedError("it turns autocast on")
-        if kind != "prim" and (kind != "aten" or not self._knows(name.removesuffix("_"))):
+        if kind not in ("aten", "prim") or not self.allows(function, name.removesuffix("_")):
             raise NotRecognisedError(_READS.get(name, f"it calls {name}"))
         self.called.append(name.removesuffix("_"))
         kwargs = kwargs or {}
@@ -179,8 +179,9 @@ class Watched(TorchDispatchMode):
             return args[0] + kwargs.get("value", 1) * args[1] * args[2]
         return function(*args, **kwargs)
 
-    def _knows(self, name: str) -> bool:
-        return name in _KNOWN or name in self.extra
+    def allows(self, function: Any, name: str) -> bool:
+        """Tell whether an operator is none that is refused."""
+        return function.namespace == "prim" or name in _KNOWN or name in self.extra
 
     def tensor(self, result: Any) -> Tensor:
         """Return the tensor in what a forward returned, which may be beside numbers in a tuple."""

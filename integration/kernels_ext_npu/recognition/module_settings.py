@@ -7,7 +7,7 @@ import dis
 import functools
 import inspect
 from argparse import Namespace
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from itertools import chain
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from kernels_ext_npu.module_state import written_class
 from kernels_ext_npu.recognition.function_settings import CONSTANTS
-from kernels_ext_npu.syntax.source_tree import code_names
+from kernels_ext_npu.syntax.source_tree import code_names, nested_codes
 
 _PLAIN = (*CONSTANTS, torch.Size)
 _LIBRARIES = ("torch", "transformers", "builtins", "math")
@@ -265,12 +265,9 @@ def is_linear(child: Any) -> bool:
     return hasattr(child, "in_features") and hasattr(child, "out_features")
 
 
-def codes_in(cls: type) -> Iterator[CodeType]:
-    """Yield the code of the methods of a class itself, also of decorated ones, and of the functions in them."""
-    codes = [function.__code__ for function in _functions_in(cls)]
-    for code in codes:  # grows while it runs
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        yield code
+def codes_in(cls: type) -> list[CodeType]:
+    """Return the code of the methods of a class itself, also of decorated ones, and of the functions in them."""
+    return [code for function in _functions_in(cls) for code in nested_codes(function.__code__)]
 
 
 def _functions_in(cls: type) -> list[FunctionType]:

@@ -176,7 +176,7 @@ class _Trial:
 
     def _named(self, kind: type) -> set[Any]:
         """Return the numbers of a kind that the code of the block names or reads."""
-        read = {value for _, value in self.settings.members if type(value) is kind}
+        read = {frozen[1] for _, frozen in self.settings.members if frozen[0] is kind}
         return numbers(self.parts.module, kind) | read
 
     def _attempt(self, find: Callable[..., Any], *arguments: Any) -> Any:

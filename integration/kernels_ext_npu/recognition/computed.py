@@ -55,6 +55,23 @@ class NotRecognised(NamedTuple):
     calls_operator: bool = False
 
 
+class NotRecognisedError(Exception):
+    """A forward does something that no formula has.
+
+    Args:
+        seen: what it was seen to do.
+        kind: what it is but for that; None where it may be anything.
+    """
+
+    def __init__(self, seen: str, kind: Kind | None = None) -> None:
+        super().__init__(seen)
+        self.kind = kind
+
+
+class OwnOperatorError(NotRecognisedError):
+    """A forward calls an operator of torch_npu by itself, whose name this is."""
+
+
 class Recognised(NamedTuple):
     """What a module computes, and for which settings that holds."""
 

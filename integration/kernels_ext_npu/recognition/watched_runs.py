@@ -17,8 +17,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from kernels_ext_npu.catalogue import Kind
-from kernels_ext_npu.recognition.computed import NotRecognised
+from kernels_ext_npu.recognition.computed import NotRecognised, NotRecognisedError, OwnOperatorError
 from kernels_ext_npu.recognition.module_settings import is_setting, names_written
 from kernels_ext_npu.recognition.stand_ins import snapshot, stand_in
 
@@ -39,23 +38,6 @@ ANYTHING = (Exception, SystemExit)  # that a forward raises which is given what 
 MAGNITUDES = (1e-2, 1.0, 1e2, 1e4)  # of numbers at which limits show
 _IN_FLOAT32 = 1e-5  # a sum of some hundred products, rounded to float32 inside
 ROUNDINGS = 16  # in units of a dtype: each of some eight operators rounds by half a unit or less, to be doubled
-
-
-class NotRecognisedError(Exception):
-    """A forward does something that no formula has.
-
-    Args:
-        seen: what it was seen to do.
-        kind: what it is but for that; None where it may be anything.
-    """
-
-    def __init__(self, seen: str, kind: Kind | None = None) -> None:
-        super().__init__(seen)
-        self.kind = kind
-
-
-class OwnOperatorError(NotRecognisedError):
-    """A forward calls an operator of torch_npu by itself, whose name this is."""
 
 
 def attempt(find: Callable[..., Any], *arguments: Any, seen: list[NotRecognised] | None = None) -> Any:

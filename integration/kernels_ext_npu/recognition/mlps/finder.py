@@ -14,13 +14,12 @@ from torch.nn import functional as F
 from kernels_ext_npu.catalogue import MLPS
 from kernels_ext_npu.patterns.mlps import ACTIVATED_BY
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.recognition.computed import Computed, Steps
+from kernels_ext_npu.recognition.computed import Computed, NotRecognisedError, Steps
 from kernels_ext_npu.recognition.mlps.leaves import Call, Dropouts, Leaf, put_leaves, read_sizes
 from kernels_ext_npu.recognition.module_settings import is_linear, names_read, numbers, opaque_children
 from kernels_ext_npu.recognition.watched_runs import (
     CLAMPS,
     MAGNITUDES,
-    NotRecognisedError,
     Watched,
     are_same,
     attempt,

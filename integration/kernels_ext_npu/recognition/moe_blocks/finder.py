@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from kernels_ext_npu.matching.classification import BLOCK_NAMES
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.recognition.computed import Computed, NotRecognised, Recognised
+from kernels_ext_npu.recognition.computed import Computed, NotRecognised, NotRecognisedError, Recognised
 from kernels_ext_npu.recognition.module_settings import Settings, is_linear, numbers
 from kernels_ext_npu.recognition.moe_blocks.children import longest_list, read_experts, read_gate, shared_paths
 from kernels_ext_npu.recognition.moe_blocks.formulas import Choice, Experts, Mode, MoEBlock, possible_choices
 from kernels_ext_npu.recognition.moe_blocks.runs import BlockRun, Parts, Probe
 from kernels_ext_npu.recognition.purity import impurity
-from kernels_ext_npu.recognition.watched_runs import MAGNITUDES, NotRecognisedError, attempt, autocast, takes
+from kernels_ext_npu.recognition.watched_runs import MAGNITUDES, attempt, autocast, takes
 
 _WIDTH = 8  # of tokens, unless a block asks for its own
 _MANY = 4096  # tokens, up to which a number in the code of a block is tried

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kernels_ext_npu.recognition.computed import NotRecognisedError
 from kernels_ext_npu.recognition.module_settings import is_plain
 from kernels_ext_npu.recognition.moe_blocks.children import AnyOperator, Gate, GateStub, Stub
 from kernels_ext_npu.recognition.moe_blocks.formulas import AddedLoss, Balance, Choice, Experts, Routed, gained
-from kernels_ext_npu.recognition.watched_runs import ROUNDINGS, NotRecognisedError, are_same, is_close, run
+from kernels_ext_npu.recognition.watched_runs import ROUNDINGS, are_same, is_close, run
 
 _SOMETHING_ELSE = "it returns something else than the sum of what experts give and what its gate does"
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.catalogue import NORMS
-from kernels_ext_npu.recognition.computed import Computed, NotRecognised
+from kernels_ext_npu.recognition.computed import Computed, NotRecognised, NotRecognisedError
 from kernels_ext_npu.recognition.module_settings import names_read, numbers
 from kernels_ext_npu.recognition.norms.formulas import KINDS, Kind, Rounding, Terms
 from kernels_ext_npu.recognition.watched_runs import (
@@ -16,7 +16,6 @@ from kernels_ext_npu.recognition.watched_runs import (
     CLAMPS,
     MAGNITUDES,
     ROUNDINGS,
-    NotRecognisedError,
     Watched,
     are_same,
     attempt,

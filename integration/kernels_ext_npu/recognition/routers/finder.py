@@ -17,21 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.recognition.computed import Computed
+from kernels_ext_npu.recognition.computed import Computed, NotRecognisedError, OwnOperatorError
 from kernels_ext_npu.recognition.module_settings import is_config, is_linear, is_opaque, names_read, numbers
 from kernels_ext_npu.recognition.routers.formulas import Gating, Output, Router, spread
 from kernels_ext_npu.recognition.routers.roundings import DTYPES, find_dtypes
 from kernels_ext_npu.recognition.routers.trials import RouterTrial, read_output, read_weights
-from kernels_ext_npu.recognition.watched_runs import (
-    ANYTHING,
-    NotRecognisedError,
-    OwnOperatorError,
-    are_same,
-    check_sizes,
-    is_close,
-    taken_shapes,
-    takes,
-)
+from kernels_ext_npu.recognition.watched_runs import ANYTHING, are_same, check_sizes, is_close, taken_shapes, takes
 
 _TOP_K = re.compile("top_?k")
 _CHOOSING = re.compile("top_?k|sort|max")  # in the names that a forward reads which chooses

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels_ext_npu.recognition.computed import NotRecognisedError
 from kernels_ext_npu.recognition.module_settings import is_setting
 from kernels_ext_npu.recognition.routers.formulas import Output, Router
-from kernels_ext_npu.recognition.watched_runs import CLAMPS, NotRecognisedError, Watched, is_close, run
+from kernels_ext_npu.recognition.watched_runs import CLAMPS, Watched, is_close, run
 
 _FACTORS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # where products have what is multiplied with the weight
 _MANY = 2048  # rows, among which formulas differ that are not the same for most of them

@@ -181,9 +181,8 @@ class Watched(TorchDispatchMode):
 def run(
     module: nn.Module,
     *arguments: Tensor | None,
-    parameters: Mapping[str, Tensor | None] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
     children: Mapping[str, nn.Module] | None = None,
-    buffers: Mapping[str, Tensor | None] | None = None,
     training: bool = False,
     watch: Watched | None = None,
     written: dict[str, Any] | None = None,
@@ -193,9 +192,8 @@ def run(
     Args:
         module: whose class it is, with its settings.
         arguments: of the forward.
-        parameters: in place of its own.
+        tensors: in place of its own parameters and buffers; what is not among them is None.
         children: in place of its own; the others are there as they are, in the same mode.
-        buffers: in place of its own.
         training: whether it is trained.
         watch: gets what it calls.
         written: gets what it sets attributes to that it does not read; without, it may set none.
@@ -206,21 +204,23 @@ def run(
     given, watch, mode = children or {}, watch or Watched(CLAMPS), {"training": training}
     others = {name: child for name, child in module._modules.items() if name not in given and child is not None}
     stand_ins = dict(module._modules) | {name: stand_in(child, mode) for name, child in others.items()} | {**given}
-    own = {**module._parameters} if parameters is None else {**parameters}
-    held = {**module._buffers} if buffers is None else {**buffers}
+    own, held = (
+        {name: each if tensors is None else tensors.get(name) for name, each in place.items()}
+        for place in (module._parameters, module._buffers)
+    )
     made = stand_in(module, {"_parameters": own, "_modules": stand_ins, "_buffers": held, **mode})
     names = () if written is None else names_written(type(module), type(module).forward)  # type: ignore[arg-type]
     vars(made).update(dict.fromkeys(names, _UNREAD))
     watched: Any = made, *(stand_ins[name] for name in others)
     before = list(map(snapshot, watched))
-    tensors = [each for each in (*arguments, *own.values(), *held.values()) if each is not None]
-    versions = [tensor._version for tensor in tensors]
+    seen = [each for each in (*arguments, *own.values(), *held.values()) if each is not None]
+    versions = [tensor._version for tensor in seen]
     with watch:
         result = watch.tensor(type(module).forward(made, *arguments))
     if written is not None:
         written.update({name: vars(made)[name] for name in names if vars(made)[name] is not _UNREAD})
         vars(made).update(dict.fromkeys(names, _UNREAD))
-    if list(map(snapshot, watched)) != before or [tensor._version for tensor in tensors] != versions:
+    if list(map(snapshot, watched)) != before or [tensor._version for tensor in seen] != versions:
         raise NotRecognisedError("it writes to what it is given, or to itself")
     return result
 

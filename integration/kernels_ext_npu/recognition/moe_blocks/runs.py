@@ -72,14 +72,14 @@ class BlockRun:
         ]
         for each in self._arguments if probe.with_grad else ():
             each.requires_grad_()
-        given: dict[str, Any] = {"children": {name: child for name, child in children.items() if name is not None}}
+        children = {name: child for name, child in children.items() if name is not None}
+        held = {**module._parameters, **module._buffers}
         watch = AnyOperator()
         watch.autocast = probe.is_cast
         with torch.set_grad_enabled(probe.with_grad):
-            for kind, held in (("parameters", module._parameters), ("buffers", module._buffers)):
-                given[kind] = {n: None if each is None else self._own.view(each.shape) for n, each in held.items()}
+            tensors = {name: self._own.view(each.shape) for name, each in held.items() if each is not None}
             members: dict[str, Any] = {}
-            result = run(module, x, **given, training=training, watch=watch, written=members)
+            result = run(module, x, tensors=tensors, children=children, training=training, watch=watch, written=members)
         (seen,) = gate.seen or (None,)
         self.widens = seen is not None and seen.dtype is torch.float32 and x.dtype is not torch.float32
         if seen is None or not (self.widens or seen.dtype is x.dtype) or seen.requires_grad is not x.requires_grad:

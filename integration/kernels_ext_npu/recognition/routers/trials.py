@@ -151,20 +151,11 @@ class RouterTrial:
         self, x: Tensor, tensors: dict[str, Tensor], watch: WatchedRouter | None = None, training: bool = False
     ) -> Any:
         """Return what the forward returns for x and tensors in place of its own."""
-        places = self.module._parameters, self.module._buffers
-        parameters, buffers = ({name: tensors.get(name) for name in place} for place in places)
         children: dict[str, Any] = {}
         if self.child:
             children[self.child] = _Linear(tensors[self.weight], tensors.get(f"{self.child}.bias"))
-        result = run(
-            self.module,
-            x,
-            parameters=parameters,
-            buffers=buffers,
-            children=children,
-            training=training,
-            watch=watch or WatchedRouter(),
-        )
+        watch = watch or WatchedRouter()
+        result = run(self.module, x, tensors=tensors, children=children, training=training, watch=watch)
         self.is_child_called = any(child.is_called for child in children.values())
         return result
 

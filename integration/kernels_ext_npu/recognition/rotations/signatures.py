@@ -34,7 +34,7 @@ class Signature:
         others = [p for p in everything if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         parameters = [p for p in everything if p not in others]
         read = _names_read(function)
-        self._own = [p.default for p in parameters]
+        self._own = inspect.Signature(everything)
         parameters = [p if p.name in read else p.replace(default=None, annotation=p.empty) for p in parameters]
         self.names = [p.name for p in parameters]
         self.defaults = [p.default for p in parameters]
@@ -44,23 +44,19 @@ class Signature:
         tensors = (p.default is p.empty and not is_whole for p, is_whole in zip(parameters, whole))
         self.required, self._angles = sum(itertools.takewhile(bool, tensors)), angles
         self.dimensions = [place for place, is_whole in enumerate(whole) if is_whole]
-        self._takes_any = any(p.kind is p.VAR_KEYWORD for p in others)
         self.is_plain = all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
         self.is_plain &= read.isdisjoint(p.name for p in others)
         self.is_plain &= not any(isinstance(default, (dict, list, set)) for default in self.defaults)
 
     def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
         """Return what each parameter is given in a call, rotated first; None if the function would refuse it."""
-        values = [*args, *self._own[len(args) :]]
-        for name, value in kwargs.items():
-            if name in self.names[len(args) :]:
-                values[self.names.index(name)] = value
-            elif name in self.names or not self._takes_any:
-                return None
-        is_whole = len(args) <= self.positional and all(value is not inspect.Parameter.empty for value in values)
-        for place in self._unread if is_whole else ():
-            values[place] = self.defaults[place]
-        return [*self._turn(values, self._angles)] if is_whole else None
+        try:
+            given = self._own.bind(*args, **kwargs)
+        except TypeError:
+            return None
+        given.apply_defaults()
+        values = [self.defaults[i] if i in self._unread else given.arguments[n] for i, n in enumerate(self.names)]
+        return [*self._turn(values, self._angles)]
 
     def call(self, function: Callable, values: Sequence[Any]) -> Any:
         """Call a function with what each parameter is given, rotated first, and leave what is beyond that."""

@@ -42,17 +42,11 @@ class Computed(NamedTuple):
 
 
 class NotRecognised(NamedTuple):
-    """What a module does that no layer computes.
+    """What a module does that no layer computes."""
 
-    Attributes:
-        seen: what it was seen to do; the name of the operator where it calls one of torch_npu.
-        kind: what it is but for that; None where it may be anything.
-        calls_operator: whether it calls one.
-    """
-
-    seen: str
-    kind: Kind | None = None
-    calls_operator: bool = False
+    seen: str  # what it was seen to do; the name of the operator where it calls one of torch_npu
+    kind: Kind | None = None  # what it is but for that; None where it may be anything
+    calls_operator: bool = False  # whether it calls one
 
 
 class NotRecognisedError(Exception):

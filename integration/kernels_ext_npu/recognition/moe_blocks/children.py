@@ -27,25 +27,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Gate(NamedTuple):
-    """A child that may say which experts a token goes to.
+    """A child that may say which experts a token goes to."""
 
-    Attributes:
-        name: of the child.
-        settings: what it reads; None of a linear layer.
-        returned: what it returned of 6 tokens, by rows, for each mode and dtype.
-        keeps_sequences: whether it returned that in the shape that it got the tokens in.
-        index_at: where in that the experts are; None where it returns logits.
-        weights_at: where the weights are.
-        top_k: how many experts there are for a token.
-    """
-
-    name: str
-    settings: Settings | None
-    returned: dict[tuple[bool, torch.dtype], Any]
-    keeps_sequences: bool = True
-    index_at: int | None = None
-    weights_at: int | None = None
-    top_k: int = 0
+    name: str  # of the child
+    settings: Settings | None  # what it reads; None of a linear layer
+    returned: dict[tuple[bool, torch.dtype], Any]  # what it returned of 6 tokens, by rows, for each mode and dtype
+    keeps_sequences: bool = True  # whether it returned that in the shape that it got the tokens in
+    index_at: int | None = None  # where in that the experts are; None where it returns logits
+    weights_at: int | None = None  # where the weights are
+    top_k: int = 0  # how many experts there are for a token
 
 
 def read_experts(

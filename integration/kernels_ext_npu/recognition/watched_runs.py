@@ -131,20 +131,14 @@ def _autocast_devices() -> tuple[str, ...]:
 
 
 class Watched(TorchDispatchMode):
-    """Refuses operators that no formula has: those that read numbers on the host, draw them, or write in place.
-
-    Attributes:
-        autocast: whether autocast is on around the forward; one that turns it on is refused.
-        called: the names of the operators that were called.
-        returned: where in what a forward returns its tensor is, None if it is all of it.
-    """
+    """Refuses operators that no formula has: those that read numbers on the host, draw them, or write in place."""
 
     def __init__(self, extra: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self.extra = extra
-        self.autocast = False
-        self.called: list[str] = []
-        self.returned: tuple[Any, ...] | None = None
+        self.autocast = False  # whether autocast is on around the forward; one that turns it on is refused
+        self.called: list[str] = []  # the names of operators
+        self.returned: tuple[Any, ...] | None = None  # where in it the tensor is, None if that is all that is returned
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, _, name = function._schema.name.partition("::")

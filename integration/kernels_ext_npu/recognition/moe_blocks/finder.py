@@ -107,15 +107,11 @@ def _read_parts(module: nn.Module, experts: Experts) -> Parts | str:
 
 
 class _Trial:
-    """Tries a block, and tells what it computes.
-
-    Attributes:
-        seen: why that is not known.
-    """
+    """Tries a block, and tells what it computes."""
 
     def __init__(self, parts: Parts, settings: Settings) -> None:
         self.parts, self.settings, self.width = parts, settings, _WIDTH
-        self.seen = "what it gives is not the weighted sum of what they give"
+        self.seen = "what it gives is not the weighted sum of what they give"  # why it is not known
 
     def find(self) -> MoEBlock | None:
         """Return what the block computes in both modes, or in one of them."""

@@ -68,15 +68,11 @@ def find_router(module: nn.Module) -> Computed | None:
 
 
 class _Search:
-    """The search for how a module routes.
-
-    Attributes:
-        routes: whether it was seen to return experts and weights.
-    """
+    """The search for how a module routes."""
 
     def __init__(self, module: nn.Module, weight: str, is_transposed: bool, most: int | None) -> None:
         self.trial = RouterTrial(module, weight, is_transposed, most)
-        self.routes = False
+        self.routes = False  # whether it was seen to return experts and weights
         configs = [vars(value) for value in vars(module).values() if is_config(value)]
         written = numbers(module) | {n for config in configs for n in config.values() if type(n) in (int, float)}
         self.numbers = sorted(n for n in written if 0 < abs(n) < 1e9)

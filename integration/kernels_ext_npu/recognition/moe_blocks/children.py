@@ -157,38 +157,32 @@ class AnyOperator(Watched):
 
 
 class Stub(nn.Module):
-    """Stands for an expert, or for what is called with tokens as one is: it gives others for each, and counts them."""
+    """Stands for a child: it gives what a function gives, and keeps what it was given."""
 
-    def __init__(self, base: Tensor, slope: Tensor) -> None:
+    def __init__(self, compute: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.base, self.slope, self.rows, self.dims, self.is_cast = base, slope, 0, 0, True
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.rows += x.numel() // x.shape[-1]
-        self.dims = x.dim()
-        self.is_cast &= all(casts())
-        return self.compute(x)
-
-    def compute(self, x: Tensor) -> Tensor:
-        return (self.base + self.slope * x.roll(1, -1)[..., : self.base.shape[-1]]).to(x.dtype)
-
-
-class GateStub(nn.Module):
-    """Stands for what chooses: it gives what it has of each token, and keeps what it was given."""
-
-    def __init__(self, gives: Any, keeps_sequences: bool) -> None:
-        super().__init__()
-        self.gives, self.keeps_sequences, self.is_cast = gives, keeps_sequences, True
+        self.compute, self.is_cast = compute, True
         self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Any:
         self.seen.append(x)
-        self.is_cast = all(casts())
-        if isinstance(self.gives, Tensor):
-            return self._shaped(self.gives, x)
-        return type(self.gives)(self._shaped(each, x) for each in self.gives)
+        self.is_cast &= all(casts())
+        return self.compute(x)
 
-    def _shaped(self, value: Any, x: Tensor) -> Any:
+
+def expert_stub(base: Tensor, slope: Tensor) -> Stub:
+    """Return what stands for an expert, or for what is called with tokens as one is: it gives others for each."""
+    return Stub(lambda x: (base + slope * x.roll(1, -1)[..., : base.shape[-1]]).to(x.dtype))
+
+
+def gate_stub(gives: Any, keeps_sequences: bool) -> Stub:
+    """Return what stands for what chooses: it gives what there is of each token."""
+
+    def shaped(value: Any, x: Tensor) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(shaped(each, x) for each in value)
         is_of_tokens = isinstance(value, Tensor) and value.dim() > 1 and len(value) == x.numel() // x.shape[-1]
-        value = value.view(*x.shape[:-1], *value.shape[1:]) if is_of_tokens and self.keeps_sequences else value
+        value = value.view(*x.shape[:-1], *value.shape[1:]) if is_of_tokens and keeps_sequences else value
         return value.clone() if isinstance(value, Tensor) else value  # without a gradient where none is asked for
+
+    return Stub(lambda x: shaped(gives, x))

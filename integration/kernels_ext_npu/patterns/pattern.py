@@ -97,12 +97,6 @@ class Pattern:
         """Tell whether it is a function, whose parameter names are compared too."""
         return self.name.partition(":")[2].islower()
 
-    def refusal(self, module: nn.Module) -> str | None:
-        """Return why no layer serves an instance: its guard, if there is one, or its limits; None if one does."""
-        if self.guard is not None and not self.guard.holds(module):
-            return self.guard.reason.format(module)
-        return self.limits(module)
-
     def layer_for(self, module: nn.Module) -> str:
         """Return the layer that serves an instance, or would if nothing stood against it."""
         return self.choose(module) if self.choose else self.layers[0]

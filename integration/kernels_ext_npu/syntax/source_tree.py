@@ -12,6 +12,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from operator import attrgetter
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -70,7 +71,7 @@ def compile_forward(tree: ast.FunctionDef, forward: FunctionType, names: Sequenc
 @cache
 def code_names(code: CodeType) -> frozenset[str]:
     """Return the names of globals and attributes in the code of a function, and of the functions in it."""
-    return frozenset().union(*(each.co_names for each in nested_codes(code)))
+    return frozenset().union(*map(attrgetter("co_names"), nested_codes(code)))
 
 
 def instructions(code: CodeType) -> Iterator[dis.Instruction]:

@@ -50,12 +50,7 @@ class NotRecognised(NamedTuple):
 
 
 class NotRecognisedError(Exception):
-    """A forward does something that no formula has.
-
-    Args:
-        seen: what it was seen to do.
-        kind: what it is but for that; None where it may be anything.
-    """
+    """A forward does something that no formula has: see `NotRecognised`."""
 
     def __init__(self, seen: str, kind: Kind | None = None) -> None:
         super().__init__(seen)

@@ -43,10 +43,7 @@ ROUNDINGS = 16  # in units of a dtype: each of some eight operators rounds by ha
 def attempt(find: Callable[..., Any], *arguments: Any, seen: list[NotRecognised] | None = None) -> Any:
     """Return what is found; None if a forward raises, whatever it raises that is given what it does not expect.
 
-    Args:
-        find: is called.
-        arguments: of it.
-        seen: gets what a forward was seen to do that none does which is known.
+    What it was seen to do that none does which is known is added to ``seen``.
 
     Raises:
         OwnOperatorError: a forward calls an operator of torch_npu.

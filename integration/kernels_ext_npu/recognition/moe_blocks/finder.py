@@ -41,11 +41,6 @@ def find_moe_block(
 
     Of its other children one returns the experts of each token and their weights, or logits. Others may be an expert of
     all tokens, and a projection to one value, whose sigmoid weighs that.
-
-    Args:
-        recognise: tells what a module computes.
-        settings: of the block.
-        module: the block.
     """
     experts = read_experts(module, recognise)
     if experts is None:

@@ -175,7 +175,7 @@ def _replace_forward(serves: Callable[[nn.Module, str], bool], module: nn.Module
         put(module, forward)
     elif serves(module, name):
         pattern = find_pattern(type(module))
-        holds = None if pattern is None else pattern.holds
+        holds = None if pattern is None or pattern.guard is None else pattern.guard.holds
         names = compared_methods(type(module), type(module).forward)  # type: ignore[arg-type]
         methods = class_methods(type(module), names) if names else ()
         put(module, step_aside.guarded_forward(forward, _below_wrappers(module), holds, methods))  # type: ignore[arg-type]

@@ -28,35 +28,20 @@ _RUN = (NORMS, MLPS, ACTIVATIONS)  # kinds by which classes of transformers are 
 
 
 class ClassFacts(NamedTuple):
-    """What a class is.
+    """What a class is."""
 
-    Attributes:
-        pattern: what its forward computes; None if no pattern matches.
-        kind: what its modules are; None if it has none, or only some of its instances.
-        may_have_kind: whether the name of the class lets an instance have one.
-        attends: whether it computes attention.
-        names_attention: whether it calls the attention that its config names.
-        is_indexer: whether it is an indexer whose forward is known.
-        is_experts: whether it calls the experts implementation that its config names.
-        calls_grouped_mm: whether it is of other people's code, and calls torch's products by groups.
-        is_others: whether it is of other people's code.
-        names: the attributes and functions that its forward uses, if it is of other people's code.
-        is_run: whether it is run to find what it computes: no pattern knows it, and it may be what a layer computes.
-        functions: those that it calls, and that kernels may serve.
-    """
-
-    pattern: Pattern | None
-    kind: Kind | None
-    may_have_kind: bool
-    attends: bool
-    names_attention: bool
-    is_indexer: bool
-    is_experts: bool
-    calls_grouped_mm: bool
-    is_others: bool
-    names: AbstractSet[str]
-    is_run: bool
-    functions: tuple[CalledFunction, ...]
+    pattern: Pattern | None  # what its forward computes; None if no pattern matches
+    kind: Kind | None  # what its modules are; None if it has none, or only some of its instances
+    may_have_kind: bool  # whether the name of the class lets an instance have one
+    attends: bool  # whether it computes attention
+    names_attention: bool  # whether it calls the attention that its config names
+    is_indexer: bool  # whether it is an indexer whose forward is known
+    is_experts: bool  # whether it calls the experts implementation that its config names
+    calls_grouped_mm: bool  # whether it is of other people's code, and calls torch's products by groups
+    is_others: bool  # whether it is of other people's code
+    names: AbstractSet[str]  # the attributes and functions that its forward uses, if it is of other people's code
+    is_run: bool  # whether it is run to find what it computes: no pattern knows it, and it may be what a layer computes
+    functions: tuple[CalledFunction, ...]  # those that it calls, and that kernels may serve
 
 
 @functools.cache

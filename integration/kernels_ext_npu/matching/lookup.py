@@ -48,6 +48,8 @@ def why_not_served(module: nn.Module, pattern: Pattern) -> str | None:
     methods = compared_methods(module_class, module_class.forward)
     if methods and (given := methods & vars(module).keys()):
         return f"it was given a {min(given)} of its own"
+    if pattern.guard is not None and not pattern.guard.holds(module):
+        return pattern.guard.reason.format(module)
     return pattern.limits(module)
 
 

@@ -5,7 +5,7 @@ Of torch's own a kernel takes those whose windows are the patches of a picture.
 
 from typing import Any
 
-from kernels_ext_npu.patterns.pattern import Pattern, patterns_for
+from kernels_ext_npu.patterns.pattern import Pattern
 
 # transformers' own scans keep packed sequences not apart; those of mamba-ssm may
 _SCANS = ("mamba2_chunk_scan", "mamba_selective_scan")
@@ -27,5 +27,6 @@ PATTERNS = (
     Pattern("mamba2:causal_conv1d_fn", ("CausalConv1dBeforeScan",), sibling_functions=_SCANS),
     Pattern("mamba2:causal_conv1d_fn", ("CausalConv1d",)),
     Pattern("mamba2:causal_conv1d_update", ("CausalConv1dUpdate",)),
-    *patterns_for(("PatchEmbedding",), "torch:Conv2d", "torch:Conv3d", limits=_refuse, rechecks_every_call=True),
+    Pattern("torch:Conv2d", ("PatchEmbedding",), _refuse, rechecks_every_call=True),
+    Pattern("torch:Conv3d", ("PatchEmbedding",), _refuse, rechecks_every_call=True),
 )

@@ -5,22 +5,14 @@ for every channel and state. Gated delta rules have one for each head, or for ea
 forget gates are logarithms of decays.
 """
 
-from typing import Any
+from kernels_ext_npu.patterns.pattern import Guard, Pattern
 
-from kernels_ext_npu.patterns.pattern import Pattern, require
-
-
-def _is_unbounded(module: Any) -> bool:
-    return module.safe_gate_lower_bound is None
-
-
-_UNBOUNDED = require(_is_unbounded, "it bounds its gates by {0.safe_gate_lower_bound}")
-
+_UNBOUNDED = Guard(lambda gate: gate.safe_gate_lower_bound is None, "it bounds its gates by {0.safe_gate_lower_bound}")
 PATTERNS = (
     Pattern("recurrent_gemma:RecurrentGemmaRglru", ("RGLRU",)),
     Pattern("falcon_mamba:mamba_selective_scan", ("SelectiveScan",)),
     Pattern("kimi_linear:KimiLinearForgetGate", ("ForgetGate",)),
-    Pattern("glm5_next:Glm5NextTextForgetGate", ("ForgetGate",), _UNBOUNDED, holds=_is_unbounded),
+    Pattern("glm5_next:Glm5NextTextForgetGate", ("ForgetGate",), guard=_UNBOUNDED),
     Pattern("qwen3_next:torch_chunk_gated_delta_rule", ("ChunkGatedDeltaRule",)),
     Pattern("qwen3_next:torch_recurrent_gated_delta_rule", ("FusedRecurrentGatedDeltaRule",)),
     Pattern("kimi_linear:chunk_kimi_delta_attention", ("ChunkKDA",)),

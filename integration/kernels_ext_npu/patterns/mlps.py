@@ -14,13 +14,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kernels_ext_npu.module_state import has_hooks
-from kernels_ext_npu.patterns.pattern import Pattern, misread, patterns_for, require
+from kernels_ext_npu.patterns.pattern import Guard, Pattern, misread
 
-ACTIVATED_BY: dict[str, Callable[[Tensor], Tensor]] = {
-    "SwiGLUMLP": F.silu,
-    "GeGLUMLP": partial(F.gelu, approximate="tanh"),
-    "ExactGeGLUMLP": F.gelu,
-}
+ACTIVATED_BY = {"SwiGLUMLP": nn.SiLU(), "GeGLUMLP": nn.GELU(approximate="tanh"), "ExactGeGLUMLP": nn.GELU()}
 # in the order in which the kernel looks for them: those of gate, up and down; of both and down; and the activation
 _THREE_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("wi_0", "wi_1", "wo"))
 _TWO_PROJECTIONS = (("gate_up_proj", "down_proj"), ("input_linear", "output_linear"), ("Wi", "Wo"), ("fc1", "fc2"))
@@ -60,7 +56,7 @@ def activated_layer(module: nn.Module) -> str | None:
             return None
         for layer, kernel in ACTIVATED_BY.items():
             # float32 leaves 1e-6 between two ways to compute tanh; GELU and its form with tanh are 4e-4 apart
-            if isinstance(values, Tensor) and torch.allclose(values, kernel(grid), rtol=0, atol=1e-5):
+            if isinstance(values, Tensor) and torch.allclose(values, kernel.forward(grid), rtol=0, atol=1e-5):
                 return layer
     return None
 
@@ -120,17 +116,6 @@ def _named_projections(forward: FunctionType, groups: tuple[tuple[str, ...], ...
     return next(group for group in groups if group[0] in forward.__code__.co_names)
 
 
-def _is_dense(module: Any) -> bool:
-    return module.activation_sparsity <= 0
-
-
-_DENSE = require(
-    _is_dense,
-    "it keeps the largest gates only (activation_sparsity is {0.activation_sparsity})",
-    refuse_gated,
-)
-
-
 def _refuse_all_but_silu(module: nn.Module) -> str | None:
     reason = refuse_gated(module)
     if reason is None and activated_layer(module) != "SwiGLUMLP":
@@ -158,52 +143,37 @@ def _refuse_multipliers(module: Any) -> str | None:
     return _refuse_all_but_silu(module)
 
 
-def _is_unclamped(module: Any) -> bool:
-    return module.limit == float("inf")
-
-
-_UNCLAMPED = require(
-    _is_unclamped,
+_DENSE = Guard(
+    lambda mlp: mlp.activation_sparsity <= 0,
+    "it keeps the largest gates only (activation_sparsity is {0.activation_sparsity})",
+)
+_UNCLAMPED = Guard(
+    lambda mlp: mlp.limit == float("inf"),
     "it clamps what its activation gives (limit is {0.limit}), which no operator does",
-    refuse_gated,
 )
 
+_by_activation = partial(Pattern, layers=GATED, limits=refuse_gated, choose=gated_layer)
+_fused_by_activation = partial(Pattern, layers=FUSED, limits=refuse_fused, choose=lambda m: f"Fused{gated_layer(m)}")
 PATTERNS = (
-    *patterns_for(
-        GATED, "llama:LlamaMLP", "recurrent_gemma:RecurrentGemmaMlp", limits=refuse_gated, choose=gated_layer
-    ),
-    Pattern("gemma3n:Gemma3nTextMLP", GATED, _DENSE, gated_layer, holds=_is_dense),
-    *patterns_for(
-        GATED,
-        "beam:BeamMLP",  # multiplies in float32, as the kernel does for all of them
-        "llama4:Llama4TextMLP",
-        "lfm2:Lfm2MLP",
-        "mixtral:MixtralBlockSparseTop2MLP",
-        limits=refuse_gated,
-        choose=gated_layer,
-    ),
-    *patterns_for(
-        FUSED,
-        "phi3:Phi3MLP",
-        "granitemoeshared:GraniteMoeSharedMLP",
-        limits=refuse_fused,
-        choose=lambda m: f"Fused{gated_layer(m)}",
-    ),
-    *patterns_for(
-        ("DropoutMLP",),
-        "t5gemma:T5GemmaMLP",
-        "longt5:LongT5DenseGatedActDense",
-        "t5:T5DenseGatedActDense",
-        limits=refuse_gated,
-    ),
+    _by_activation("llama:LlamaMLP"),
+    _by_activation("recurrent_gemma:RecurrentGemmaMlp"),
+    _by_activation("gemma3n:Gemma3nTextMLP", guard=_DENSE),
+    _by_activation("beam:BeamMLP"),  # multiplies in float32, as the kernel does for all of them
+    _by_activation("llama4:Llama4TextMLP"),
+    _by_activation("lfm2:Lfm2MLP"),
+    _by_activation("mixtral:MixtralBlockSparseTop2MLP"),
+    _by_activation("step3p7:Step3p7MLP", guard=_UNCLAMPED),
+    _fused_by_activation("phi3:Phi3MLP"),
+    _fused_by_activation("granitemoeshared:GraniteMoeSharedMLP"),
+    Pattern("t5gemma:T5GemmaMLP", ("DropoutMLP",), refuse_gated),
+    Pattern("longt5:LongT5DenseGatedActDense", ("DropoutMLP",), refuse_gated),
+    Pattern("t5:T5DenseGatedActDense", ("DropoutMLP",), refuse_gated),
     Pattern("modernbert:ModernBertMLP", ("FusedDropoutMLP",), refuse_fused),
     Pattern("seed_oss:SeedOssMLP", ("DroppedMLP",), refuse_gated),
     Pattern("inkling:InklingMLP", ("GloballyScaledMLP",), refuse_gated),
     Pattern("bitnet:BitNetMLP", ("NormedMLP",), refuse_gated),
-    *patterns_for(
-        ("ClampedSwiGLUMLP",), "deepseek_v4:DeepseekV4MLP", "glm5_next:Glm5NextTextMLP", limits=_refuse_limit
-    ),
-    Pattern("step3p7:Step3p7MLP", GATED, _UNCLAMPED, gated_layer, holds=_is_unclamped),
+    Pattern("deepseek_v4:DeepseekV4MLP", ("ClampedSwiGLUMLP",), _refuse_limit),
+    Pattern("glm5_next:Glm5NextTextMLP", ("ClampedSwiGLUMLP",), _refuse_limit),
     Pattern("falcon_h1:FalconH1MLP", ("ScaledSwiGLUMLP",), _refuse_multipliers),
     Pattern("moshi:MoshiGatingMLP", ("FusedMLPByLayer",), refuse_fused),
     Pattern("zamba2:Zamba2MLP", ("FusedAdaptedMLP",), refuse_fused),

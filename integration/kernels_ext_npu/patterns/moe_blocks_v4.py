@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from kernels_ext_npu.module_state import COMPUTED, static_getattr
-from kernels_ext_npu.patterns.pattern import Part, ignores, patterns_for
+from kernels_ext_npu.patterns.pattern import Part, Pattern, ignores
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
@@ -35,20 +35,15 @@ _EXPERTS = Part(
     is_called=True,  # where it has hooks
 )
 
-_SPARSE = partial(patterns_for, ("SparseMoEBlock",), parts=(_EXPERTS,), rechecks_every_call=True)
+_block = partial(Pattern, parts=(_EXPERTS,), rechecks_every_call=True)
 _QUIET = ignores(_refuse, jitter_noise=0.0)  # in training
+_ALONE = ignores(_QUIET, shared_expert=None)
+_NORMALISED = ignores(_refuse, norm_topk_prob=True, shared_expert=None)
 PATTERNS = (
-    *_SPARSE(
-        "qwen3_moe:Qwen3MoeSparseMoeBlock@4", "olmoe:OlmoeSparseMoeBlock@4", limits=ignores(_QUIET, shared_expert=None)
-    ),
-    *_SPARSE("qwen2_moe:Qwen2MoeSparseMoeBlock@4", limits=_QUIET),
-    *_SPARSE("mixtral:MixtralSparseMoeBlock@4", limits=ignores(_refuse, norm_topk_prob=True, shared_expert=None)),
-    *patterns_for(
-        ("GatedMoEBlock",),
-        "deepseek_v3:DeepseekV3MoE@4",
-        "deepseek_v2:DeepseekV2MoE@4",
-        limits=_refuse,
-        parts=(_EXPERTS,),
-        rechecks_every_call=True,
-    ),
+    _block("qwen3_moe:Qwen3MoeSparseMoeBlock@4", ("SparseMoEBlock",), _ALONE),
+    _block("olmoe:OlmoeSparseMoeBlock@4", ("SparseMoEBlock",), _ALONE),
+    _block("qwen2_moe:Qwen2MoeSparseMoeBlock@4", ("SparseMoEBlock",), _QUIET),
+    _block("mixtral:MixtralSparseMoeBlock@4", ("SparseMoEBlock",), _NORMALISED),
+    _block("deepseek_v3:DeepseekV3MoE@4", ("GatedMoEBlock",), _refuse),
+    _block("deepseek_v2:DeepseekV2MoE@4", ("GatedMoEBlock",), _refuse),
 )

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from kernels_ext_npu.module_state import COMPUTED, TORCH_CALL, all_have_hooks, static_getattr
-from kernels_ext_npu.patterns.pattern import Part, Pattern, ignores, patterns_for, require
+from kernels_ext_npu.patterns.pattern import Guard, Part, Pattern, ignores, require
 
 
 def _refuse_eps(module: Any) -> str | None:
@@ -43,24 +43,12 @@ def _refuse_dimensions(module: Any) -> str | None:
     return None if dimensions == 1 else f"it norms over {dimensions} dimensions, the kernel over one"
 
 
-def _is_scaled(module: Any) -> bool:
-    return module.with_scale == (static_getattr(module, "weight") is not None)
-
-
-def _is_whole(module: Any) -> bool:
-    return module.group_size is None
-
-
-def _is_unbiased(module: Any) -> bool:
-    return module.bias is None
-
-
-_SCALED = require(
-    _is_scaled,
+_SCALED = Guard(
+    lambda module: module.with_scale == (static_getattr(module, "weight") is not None),
     "with_scale is {0.with_scale}, which its weight contradicts",
-    _refuse_optional_weight,
 )
-_WHOLE = require(_is_whole, "it norms groups of the last dimension", _refuse_weighted)
+_WHOLE = Guard(lambda module: module.group_size is None, "it norms groups of the last dimension")
+_UNBIASED = Guard(lambda module: module.bias is None, "it adds a bias")
 _REDUCED_IN_FLOAT32 = require(
     lambda module: module.force_float32_reductions,
     "it squares in the dtype of its input, the kernel in float32",
@@ -119,43 +107,23 @@ _NORMED = (Part("input_norm", ("deepseek_v4:DeepseekV4UnweightedRMSNorm",), "its
 _SCALE_ALONE = (Part("input_norm", ("hy_v4:HYV4UnweightedRMSNorm",), "its input_norm is a {}"),)
 
 PATTERNS = (
-    *patterns_for(
-        ("RMSNorm",),
-        "llama:LlamaRMSNorm",
-        "llama4:Llama4TextRMSNorm",
-        "cpmant:CpmAntLayerNorm",
-        "gradium_phonon_tts:GradiumPhononTTSTimestepNorm",  # in the dtype of its arguments, and the kernel in float32
-        limits=_refuse_weighted,
-    ),
-    *patterns_for(
-        ("RMSNormCastLast",),
-        "olmo2:Olmo2RMSNorm",
-        "helium:HeliumRMSNorm",
-        "moshi:MoshiRMSNorm",
-        limits=_refuse_weighted,
-    ),
-    Pattern("gemma4:Gemma4RMSNorm", ("RMSNormCastLast",), _SCALED, holds=_is_scaled),
+    Pattern("llama:LlamaRMSNorm", ("RMSNorm",), _refuse_weighted),
+    Pattern("llama4:Llama4TextRMSNorm", ("RMSNorm",), _refuse_weighted),
+    Pattern("cpmant:CpmAntLayerNorm", ("RMSNorm",), _refuse_weighted),
+    # in the dtype of its arguments, and the kernel in float32
+    Pattern("gradium_phonon_tts:GradiumPhononTTSTimestepNorm", ("RMSNorm",), _refuse_weighted),
+    Pattern("olmo2:Olmo2RMSNorm", ("RMSNormCastLast",), _refuse_weighted),
+    Pattern("helium:HeliumRMSNorm", ("RMSNormCastLast",), _refuse_weighted),
+    Pattern("moshi:MoshiRMSNorm", ("RMSNormCastLast",), _refuse_weighted),
+    Pattern("gemma4:Gemma4RMSNorm", ("RMSNormCastLast",), _refuse_optional_weight, guard=_SCALED),
     Pattern("torch:RMSNorm", ("RMSNormCastLast",), lambda m: _refuse_dimensions(m) or _refuse_optional_weight(m)),
-    Pattern(
-        "xlstm:xLSTMRMSNorm",
-        ("RMSNorm",),
-        require(_is_unbiased, "it adds a bias", _REDUCED_IN_FLOAT32),
-        holds=_is_unbiased,
-    ),
-    *patterns_for(
-        ("RMSNormZeroCentered",),
-        "gemma:GemmaRMSNorm",
-        "muse_spark:MuseSparkTextCenteredRMSNorm",
-        limits=_refuse_weighted,
-    ),
-    Pattern("qwen4_exp:Qwen4ExpTextRMSNorm", ("RMSNormZeroCentered",), _WHOLE, holds=_is_whole),
-    *patterns_for(
-        ("RMSNormWeightless",),
-        "nanochat:NanoChatRMSNorm",
-        "inkling2:Inkling2UnweightedRMSNorm",
-        "deepseek_v4:DeepseekV4UnweightedRMSNorm",
-        limits=_refuse_eps,
-    ),
+    Pattern("xlstm:xLSTMRMSNorm", ("RMSNorm",), _REDUCED_IN_FLOAT32, guard=_UNBIASED),
+    Pattern("gemma:GemmaRMSNorm", ("RMSNormZeroCentered",), _refuse_weighted),
+    Pattern("muse_spark:MuseSparkTextCenteredRMSNorm", ("RMSNormZeroCentered",), _refuse_weighted),
+    Pattern("qwen4_exp:Qwen4ExpTextRMSNorm", ("RMSNormZeroCentered",), _refuse_weighted, guard=_WHOLE),
+    Pattern("nanochat:NanoChatRMSNorm", ("RMSNormWeightless",), _refuse_eps),
+    Pattern("inkling2:Inkling2UnweightedRMSNorm", ("RMSNormWeightless",), _refuse_eps),
+    Pattern("deepseek_v4:DeepseekV4UnweightedRMSNorm", ("RMSNormWeightless",), _refuse_eps),
     Pattern("t5:T5LayerNorm", ("T5LayerNorm",), _refuse_weighted),
     Pattern("qwen3_next:Qwen3NextRMSNormGated", ("RMSNormGated",), _ACTIVATED),
     Pattern("kimi_linear:KimiLinearRMSNormGated", ("RMSNormGatedCastLast",), _ACTIVATED),

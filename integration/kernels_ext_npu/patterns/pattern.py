@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -13,6 +12,13 @@ from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, Kind
 from kernels_ext_npu.module_state import static_getattr
 
 Limits = Callable[[Any], "str | None"]  # says why no layer serves an instance; None if one does
+
+
+class Guard(NamedTuple):
+    """A condition on instances that is asked in every call too, since what it looks at may be changed later."""
+
+    holds: Callable[[Any], bool]
+    reason: str  # why an instance is refused for which it does not hold; ``{0}`` in it is the instance
 
 
 def require(holds: Callable[[Any], bool], reason: str, then: Limits = lambda _: None) -> Limits:
@@ -70,8 +76,7 @@ class Pattern:
     limits: Limits = lambda _: None  # refuses instances for reasons that a fingerprint does not show
     choose: Callable[[nn.Module], str] | None = None  # chooses one of several layers for an instance
     parts: tuple[Part, ...] = ()  # submodules whose classes are compared too
-    # the guard that is asked in every call, where what `limits` looks at may be changed later
-    holds: Callable[[Any], bool] | None = None
+    guard: Guard | None = None
     # whether the layer itself checks in every forward what `limits` looks at
     rechecks_every_call: bool = False
     # its file has to have a function of one of these names that transformers itself computes, not a package
@@ -95,8 +100,3 @@ class Pattern:
     def layer_for(self, module: nn.Module) -> str:
         """Return the layer that serves an instance, or would if nothing stood against it."""
         return self.choose(module) if self.choose else self.layers[0]
-
-
-def patterns_for(layers: tuple[str, ...], *names: str, **terms: Any) -> tuple[Pattern, ...]:
-    """Return a pattern for each name, with the same layers and the same further fields of `Pattern`."""
-    return tuple(map(partial(Pattern, layers=layers, **terms), names))

@@ -14,12 +14,25 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from kernels_ext_npu.patterns.pattern import Limits, Pattern, patterns_for, require
+from kernels_ext_npu.patterns.pattern import Limits, Pattern, require
+
+
+def _refuse(table: Any) -> str | None:
+    """Say of a table that does more than choose that it does: the kernel asks it of angles, in place of cos and sin."""
+    if not hasattr(table, "recomposition_frequencies"):
+        return None
+    try:
+        chooses = _chooses(table)
+    except Exception:  # it wants something else than what it is asked of here
+        return "its recomposition_frequencies cannot be asked what it chooses"
+    return None if chooses else "its recomposition_frequencies does more than choose"
+
 
 # up to transformers 5.23 tables are under torch.no_grad, which makes no difference where nothing in them is trained
 _UNTRAINED = require(
     lambda table: not any(parameter.requires_grad for parameter in table.parameters()),
     "it has trained parameters, and the kernel gives them no gradient",
+    _refuse,
 )
 
 
@@ -36,27 +49,6 @@ _BY_TYPE = require(
     "its rope type is {0.rope_type!r}, not one for each type of layer",
     _UNTRAINED,
 )
-
-
-def _refuse(table: Any) -> str | None:
-    """Say of a table that does more than choose that it does: the kernel asks it of angles, in place of cos and sin."""
-    try:
-        chooses = _chooses(table)
-    except Exception:  # it wants something else than what it is asked of here
-        return "its recomposition_frequencies cannot be asked what it chooses"
-    return None if chooses else "its recomposition_frequencies does more than choose"
-
-
-def _refuse_patches(table: Any) -> str | None:
-    return _UNTRAINED(table) or _refuse(table)
-
-
-def _refuse_composed(table: Any) -> str | None:
-    return _SINGLE(table) or _refuse(table)
-
-
-def _refuse_by_type(table: Any) -> str | None:
-    return _BY_TYPE(table) or _refuse(table)
 
 
 def _chooses(table: Any) -> bool:
@@ -93,16 +85,12 @@ PATTERNS = (
     Pattern("deepseek_v4:DeepseekV4RotaryEmbedding", ("RotaryEmbeddingHalfWidthByType",), _BY_TYPE),
     # takes a type of layer, and does not use it
     Pattern("esm:EsmRotaryEmbedding", ("RotaryEmbeddingOfAnyType",), _SINGLE),
-    Pattern("qwen2_5_vl:Qwen2_5_VLRotaryEmbedding", ("RotaryEmbeddingComposed",), _refuse_composed),
-    Pattern("ernie4_5_vl_moe:Ernie4_5_VLMoeTextRotaryEmbedding", ("RotaryEmbeddingComposedFloat32",), _refuse_composed),
-    Pattern("hunyuan_vl:HunYuanVLRotaryEmbedding", ("RotaryEmbeddingComposedBySections",), _refuse_composed),
-    Pattern("cohere_compass:CohereCompassRotaryEmbedding", ("RotaryEmbeddingComposedByType",), _refuse_by_type),
-    Pattern("neomme:NeoMMERotaryEmbedding", ("RotaryEmbeddingOfRowsByType",), _refuse_by_type),
-    Pattern("qwen2_vl:Qwen2VLVisionRotaryEmbedding", ("RotaryEmbeddingOfPatchesFloat32",), _refuse_patches),
-    *patterns_for(
-        ("RotaryEmbeddingOfPatches",),
-        "pixtral:PixtralVisionRotaryEmbedding",
-        "muse_spark:MuseSparkVisionRotaryEmbedding",
-        limits=_refuse_patches,
-    ),
+    Pattern("qwen2_5_vl:Qwen2_5_VLRotaryEmbedding", ("RotaryEmbeddingComposed",), _SINGLE),
+    Pattern("ernie4_5_vl_moe:Ernie4_5_VLMoeTextRotaryEmbedding", ("RotaryEmbeddingComposedFloat32",), _SINGLE),
+    Pattern("hunyuan_vl:HunYuanVLRotaryEmbedding", ("RotaryEmbeddingComposedBySections",), _SINGLE),
+    Pattern("cohere_compass:CohereCompassRotaryEmbedding", ("RotaryEmbeddingComposedByType",), _BY_TYPE),
+    Pattern("neomme:NeoMMERotaryEmbedding", ("RotaryEmbeddingOfRowsByType",), _BY_TYPE),
+    Pattern("qwen2_vl:Qwen2VLVisionRotaryEmbedding", ("RotaryEmbeddingOfPatchesFloat32",), _UNTRAINED),
+    Pattern("pixtral:PixtralVisionRotaryEmbedding", ("RotaryEmbeddingOfPatches",), _UNTRAINED),
+    Pattern("muse_spark:MuseSparkVisionRotaryEmbedding", ("RotaryEmbeddingOfPatches",), _UNTRAINED),
 )

@@ -42,17 +42,23 @@ class Computed(NamedTuple):
 
 
 class NotRecognised(NamedTuple):
-    """What a module does that no layer computes.
+    """What a module does that no layer computes."""
 
-    Attributes:
-        seen: what it was seen to do; the name of the operator where it calls one of torch_npu.
-        kind: what it is but for that; None where it may be anything.
-        calls_operator: whether it calls one.
-    """
+    seen: str  # what it was seen to do; the name of the operator where it calls one of torch_npu
+    kind: Kind | None = None  # what it is but for that; None where it may be anything
+    calls_operator: bool = False  # whether it calls one
 
-    seen: str
-    kind: Kind | None = None
-    calls_operator: bool = False
+
+class NotRecognisedError(Exception):
+    """A forward does something that no formula has: see `NotRecognised`."""
+
+    def __init__(self, seen: str, kind: Kind | None = None) -> None:
+        super().__init__(seen)
+        self.kind = kind
+
+
+class OwnOperatorError(NotRecognisedError):
+    """A forward calls an operator of torch_npu by itself, whose name this is."""
 
 
 class Recognised(NamedTuple):

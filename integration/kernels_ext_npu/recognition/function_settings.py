@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -13,7 +14,7 @@ from kernels_ext_npu.syntax.source_tree import code_names, written_globals
 from kernels_ext_npu.transformers_internals import cells, is_kernel_function, original_function
 
 Setting = tuple[dict[str, Any], str, Any]  # globals, a name in them, and what it was
-_PURE = ("torch", "einops")  # libraries whose functions read nothing that changes
+_PURE = ("torch.", "einops")  # libraries whose functions read nothing that changes
 IN_PLACE = "_kernels_in_place_of"  # attribute of a method of ours: the one of the class
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype, enum.Enum)
 
@@ -23,27 +24,44 @@ def read_globals(function: FunctionType, cls: type = object) -> tuple[Setting, .
 
     Methods of a class are helpers, too.
     """
-    own = [vars(base) for base in cls.__mro__ if base not in (nn.Module, object)]
     found: dict[tuple[int, str], Setting] = {}
-    waiting = [function]
-    for each in waiting:  # grows while it runs
-        held = list(cells(each).values())  # torch's decorators hold what they call, and super() has its class there
-        if not all(isinstance(value, (FunctionType, torch.autocast, type)) for value in held):
+    for each in reached_functions(function, cls, _PURE):
+        # torch's decorators hold what they call, and super() has its class there
+        if not all(isinstance(value, (FunctionType, torch.autocast, type)) for value in cells(each).values()):
             return None
         if written_globals(each.__code__):
             return None
-        names, read = each.__globals__, code_names(each.__code__)
-        methods = [members[name] for members in own for name in read & members.keys()]
-        helpers = [*held, *map(own_method, methods)]
-        for name in sorted(read & names.keys()):
+        names = each.__globals__
+        for name in sorted(code_names(each.__code__) & names.keys()):
             value = _unbound(names[name])
             if not isinstance(value, (FunctionType, BuiltinFunctionType, ModuleType, type, *CONSTANTS)):
                 return None
             found[id(names), name] = names, name, value
-            helpers.append(value)
-        functions = [helper for helper in dict.fromkeys(helpers) if isinstance(helper, FunctionType)]
-        waiting += [h for h in functions if h not in waiting and h.__module__.partition(".")[0] not in _PURE]
     return tuple(found.values())
+
+
+def reached_functions(function: Any, cls: type, libraries: tuple[str, ...]) -> list[FunctionType]:
+    """Return a function, and the methods of a class and functions that it may call, but for those of some libraries.
+
+    Of a decorated one that is both what is called, and what that wraps or holds.
+    """
+    own = [vars(base) for base in cls.__mro__ if base not in (nn.Module, object)]
+    found: dict[FunctionType, bool] = {}  # whether it is of none of the libraries
+    waiting = [function]
+    for value in waiting:  # grows while it runs
+        value = value.fget if isinstance(value, property) else value
+        if isinstance(value, (FunctionType, staticmethod, classmethod)):
+            value = own_method(value)
+        # an object of a library may import that when it is asked, and its wrappers say that they are of other files
+        if not isinstance(value, FunctionType) or value in found:
+            continue
+        found[value] = not str(value.__globals__.get("__name__", "")).startswith(libraries)
+        waiting += [inspect.unwrap(value), *cells(value).values()]
+        if found[value]:
+            names = code_names(value.__code__)
+            waiting += [members[name] for members in own for name in sorted(names & members.keys())]
+            waiting += [_unbound(value.__globals__[name]) for name in sorted(names & value.__globals__.keys())]
+    return [each for each, is_own in found.items() if is_own]
 
 
 def own_method(value: Any) -> Any:

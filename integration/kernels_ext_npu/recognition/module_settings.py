@@ -7,7 +7,7 @@ import dis
 import functools
 import inspect
 from argparse import Namespace
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from itertools import chain
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from kernels_ext_npu.module_state import written_class
 from kernels_ext_npu.recognition.function_settings import CONSTANTS
-from kernels_ext_npu.syntax.source_tree import code_names
+from kernels_ext_npu.syntax.source_tree import code_names, nested_codes
 
 _PLAIN = (*CONSTANTS, torch.Size)
 _LIBRARIES = ("torch", "transformers", "builtins", "math")
@@ -32,7 +32,7 @@ class Settings(NamedTuple):
 
     cls: type[nn.Module]  # without what FSDP2 puts in front of it
     forward: Any  # that of the class
-    members: tuple[tuple[str, Any], ...]  # numbers, strings and the like, of the module or of its class
+    members: tuple[tuple[str, Any], ...]  # numbers, strings and the like of the module or its class, each with its type
     absent: frozenset[str]  # what its code may look for, and the module does not have
     present: frozenset[str]  # the parameters and children that it has
     methods: tuple[tuple[str, Any], ...]  # of the class, and what else it computes when it is asked
@@ -105,13 +105,13 @@ def has_settings(module: Any, settings: Settings) -> bool:
     for path, value in settings.members:
         name, _, inner = path.partition(".")
         found = members[name] if name in members else getattr(settings.cls, name, None)
-        if not _is_same(getattr(found, inner, None) if inner else found, value):
+        if _frozen(getattr(found, inner, None) if inner else found) != value:
             return False
     for name, method in settings.methods:
         if getattr(settings.cls, name, None) is not method:
             return False
     for function, path, value in settings.constants:
-        if not _is_same(_read_global(function, path), value):
+        if _frozen(_read_global(function, path)) != value:
             return False
     for child, theirs in settings.children:
         if not has_settings(children.get(child), theirs):
@@ -152,25 +152,15 @@ def is_plain(value: Any) -> bool:
 
 
 def _frozen(value: Any) -> Any:
-    """Return a setting as what can be compared: of a container, and of a partial function, what is in it."""
+    """Return a setting with its type, to be compared: of a container, and of a partial function, what is in it.
+
+    By its type a tensor is equal to no setting: to compare its values, the host would wait for them.
+    """
     if isinstance(value, tuple) or type(value) in (list, dict):
         return type(value), *map(_frozen, value.items() if type(value) is dict else value)
-    if type(value) is not functools.partial:
-        return value
-    return functools.partial, *map(_frozen, (value.func, value.args, value.keywords))
-
-
-def _is_same(found: Any, value: Any) -> bool:
-    """Tell whether a member is still a setting. A tensor is not compared: the host would wait for it."""
-    return _is_frozen_same(_frozen(found), value)
-
-
-def _is_frozen_same(found: Any, value: Any) -> bool:
-    if type(found) is not type(value):
-        return False
-    if type(value) is tuple:
-        return len(found) == len(value) and all(map(_is_frozen_same, found, value))
-    return found == value
+    if type(value) is functools.partial:
+        return functools.partial, *map(_frozen, (value.func, value.args, value.keywords))
+    return type(value), value
 
 
 def _present(module: nn.Module) -> set[str]:
@@ -265,12 +255,9 @@ def is_linear(child: Any) -> bool:
     return hasattr(child, "in_features") and hasattr(child, "out_features")
 
 
-def codes_in(cls: type) -> Iterator[CodeType]:
-    """Yield the code of the methods of a class itself, also of decorated ones, and of the functions in them."""
-    codes = [function.__code__ for function in _functions_in(cls)]
-    for code in codes:  # grows while it runs
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        yield code
+def codes_in(cls: type) -> list[CodeType]:
+    """Return the code of the methods of a class itself, also of decorated ones, and of the functions in them."""
+    return [code for function in _functions_in(cls) for code in nested_codes(function.__code__)]
 
 
 def _functions_in(cls: type) -> list[FunctionType]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from kernels_ext_npu.recognition.activations import find_activation
-from kernels_ext_npu.recognition.computed import NotRecognised, Recognised
+from kernels_ext_npu.recognition.computed import NotRecognised, OwnOperatorError, Recognised
 from kernels_ext_npu.recognition.mlps.finder import find_gated_mlp
 from kernels_ext_npu.recognition.module_settings import names_read, opaque_children, read_settings, unknown_member
 from kernels_ext_npu.recognition.moe_blocks.finder import find_moe_block
@@ -26,7 +26,7 @@ from kernels_ext_npu.recognition.purity import impurity
 from kernels_ext_npu.recognition.rotations.modules import find_rotating_module, held_tensors, read_helpers, tensor_names
 from kernels_ext_npu.recognition.rotations.tables import find_rotary_table
 from kernels_ext_npu.recognition.routers.finder import find_router
-from kernels_ext_npu.recognition.watched_runs import OwnOperatorError, attempt, isolated
+from kernels_ext_npu.recognition.watched_runs import attempt, isolated
 
 _known: dict[Any, Recognised | NotRecognised | None] = {}
 

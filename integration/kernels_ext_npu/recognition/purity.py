@@ -6,7 +6,6 @@ A kernel in its place would leave out what else it does, and would not see what 
 from __future__ import annotations
 
 import functools
-import inspect
 from itertools import pairwise
 from logging import Logger
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kernels_ext_npu.recognition.function_settings import reached_functions
 from kernels_ext_npu.recognition.module_settings import is_config, is_plain
 from kernels_ext_npu.syntax.source_tree import code_names, instructions, written_globals
 from kernels_ext_npu.transformers_internals import is_kernel_function
@@ -34,7 +34,7 @@ def impurity(cls: type[nn.Module], _: Any) -> str | None:
     Files of helpers may have objects that are constants to them; that of the class has what may be told something.
     """
     own_files = {base.__module__ for base in cls.__mro__}
-    for function in _reached(cls):
+    for function in reached_functions(cls.forward, cls, _LIBRARIES):
         if written := written_globals(function.__code__):
             return f"it writes {written[0]} of its file"
         if (name := _written_elsewhere(function)) is not None:
@@ -56,34 +56,6 @@ def _written_elsewhere(function: FunctionType) -> str | None:
         if step.opname == "STORE_ATTR" and before.opname != "SWAP" and last != own:
             return str(step.argval)
     return None
-
-
-def _reached(cls: type[nn.Module]) -> list[FunctionType]:
-    """Return the forward of a class, and the methods and functions of people's code that it may call."""
-    bases = [vars(base) for base in cls.__mro__ if base not in (nn.Module, object)]
-    found: list[FunctionType] = []
-    waiting: list[Any] = [cls.forward]
-    for value in waiting:  # grows while it runs
-        if isinstance(value, property):
-            value = value.fget
-        elif isinstance(value, (staticmethod, classmethod)):
-            value = value.__func__
-        if not isinstance(value, FunctionType):  # an object of a library may import that when it is asked
-            continue
-        for function in dict.fromkeys((value, inspect.unwrap(value))):
-            # a wrapper of a library's says that it is of the module of what it wraps
-            if not isinstance(function, FunctionType) or _file(function).startswith(_LIBRARIES):
-                continue
-            found.append(function)
-            names = code_names(function.__code__)
-            methods = [members[name] for members in bases for name in sorted(names & members.keys())]
-            read = [function.__globals__[name] for name in sorted(names & function.__globals__.keys())]
-            waiting += [each for each in (*methods, *read) if not any(each is other for other in waiting)]
-    return found
-
-
-def _file(function: FunctionType) -> str:
-    return str(function.__globals__.get("__name__", ""))
 
 
 def _is_constant(value: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kernels_ext_npu.recognition.computed import NotRecognisedError
 from kernels_ext_npu.recognition.module_settings import is_config
 
 
@@ -18,6 +19,25 @@ def stand_in(module: nn.Module, members: dict[str, Any]) -> nn.Module:
     configs = {name: copy.copy(value) for name, value in own.items() if is_config(value)}
     made.__dict__.update(copied(own) | configs | members)
     return made
+
+
+def on_stand_in(cls: type, method: Callable, members: dict[str, Any]) -> Callable:
+    """Return a method as a function, which is called on an instance of a class that holds some members alone.
+
+    It takes further ones in front of its arguments, and keeps nothing of these.
+    """
+    plain: Any = object.__new__(cls)
+    plain.__dict__.update(vars(nn.Module()) | members)
+
+    def function(further: dict[str, Any], /, *args: Any, **kwargs: Any) -> Any:
+        made = stand_in(plain, further)
+        before = snapshot(made)
+        result = method(made, *args, **kwargs)
+        if snapshot(made) != before:
+            raise NotRecognisedError("it writes to its members")
+        return result
+
+    return function
 
 
 def filled(module: nn.Module, fill: Callable[[Tensor], Tensor], **members: Any) -> nn.Module:

@@ -17,8 +17,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from kernels_ext_npu.catalogue import Kind
-from kernels_ext_npu.recognition.computed import NotRecognised
+from kernels_ext_npu.recognition.computed import NotRecognised, NotRecognisedError, OwnOperatorError
 from kernels_ext_npu.recognition.module_settings import is_setting, names_written
 from kernels_ext_npu.recognition.stand_ins import snapshot, stand_in
 
@@ -41,30 +40,10 @@ _IN_FLOAT32 = 1e-5  # a sum of some hundred products, rounded to float32 inside
 ROUNDINGS = 16  # in units of a dtype: each of some eight operators rounds by half a unit or less, to be doubled
 
 
-class NotRecognisedError(Exception):
-    """A forward does something that no formula has.
-
-    Args:
-        seen: what it was seen to do.
-        kind: what it is but for that; None where it may be anything.
-    """
-
-    def __init__(self, seen: str, kind: Kind | None = None) -> None:
-        super().__init__(seen)
-        self.kind = kind
-
-
-class OwnOperatorError(NotRecognisedError):
-    """A forward calls an operator of torch_npu by itself, whose name this is."""
-
-
 def attempt(find: Callable[..., Any], *arguments: Any, seen: list[NotRecognised] | None = None) -> Any:
     """Return what is found; None if a forward raises, whatever it raises that is given what it does not expect.
 
-    Args:
-        find: is called.
-        arguments: of it.
-        seen: gets what a forward was seen to do that none does which is known.
+    What it was seen to do that none does which is known is added to ``seen``.
 
     Raises:
         OwnOperatorError: a forward calls an operator of torch_npu.
@@ -149,20 +128,14 @@ def _autocast_devices() -> tuple[str, ...]:
 
 
 class Watched(TorchDispatchMode):
-    """Refuses operators that no formula has: those that read numbers on the host, draw them, or write in place.
-
-    Attributes:
-        autocast: whether autocast is on around the forward; one that turns it on is refused.
-        called: the names of the operators that were called.
-        returned: where in what a forward returns its tensor is, None if it is all of it.
-    """
+    """Refuses operators that no formula has: those that read numbers on the host, draw them, or write in place."""
 
     def __init__(self, extra: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self.extra = extra
-        self.autocast = False
-        self.called: list[str] = []
-        self.returned: tuple[Any, ...] | None = None
+        self.autocast = False  # whether autocast is on around the forward; one that turns it on is refused
+        self.called: list[str] = []  # the names of operators
+        self.returned: tuple[Any, ...] | None = None  # where in it the tensor is, None if that is all that is returned
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind, _, name = function._schema.name.partition("::")
@@ -170,7 +143,7 @@ class Watched(TorchDispatchMode):
             raise OwnOperatorError(name)
         if not self.autocast and any(casts()):
             raise NotRecognisedError("it turns autocast on")
-        if kind != "prim" and (kind != "aten" or not self._knows(name.removesuffix("_"))):
+        if kind not in ("aten", "prim") or not self.allows(function, name.removesuffix("_")):
             raise NotRecognisedError(_READS.get(name, f"it calls {name}"))
         self.called.append(name.removesuffix("_"))
         kwargs = kwargs or {}
@@ -179,8 +152,9 @@ class Watched(TorchDispatchMode):
             return args[0] + kwargs.get("value", 1) * args[1] * args[2]
         return function(*args, **kwargs)
 
-    def _knows(self, name: str) -> bool:
-        return name in _KNOWN or name in self.extra
+    def allows(self, function: Any, name: str) -> bool:
+        """Tell whether an operator is none that is refused."""
+        return function.namespace == "prim" or name in _KNOWN or name in self.extra
 
     def tensor(self, result: Any) -> Tensor:
         """Return the tensor in what a forward returned, which may be beside numbers in a tuple."""
@@ -198,9 +172,8 @@ class Watched(TorchDispatchMode):
 def run(
     module: nn.Module,
     *arguments: Tensor | None,
-    parameters: Mapping[str, Tensor | None] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
     children: Mapping[str, nn.Module] | None = None,
-    buffers: Mapping[str, Tensor | None] | None = None,
     training: bool = False,
     watch: Watched | None = None,
     written: dict[str, Any] | None = None,
@@ -210,9 +183,8 @@ def run(
     Args:
         module: whose class it is, with its settings.
         arguments: of the forward.
-        parameters: in place of its own.
+        tensors: in place of its own parameters and buffers; what is not among them is None.
         children: in place of its own; the others are there as they are, in the same mode.
-        buffers: in place of its own.
         training: whether it is trained.
         watch: gets what it calls.
         written: gets what it sets attributes to that it does not read; without, it may set none.
@@ -223,21 +195,23 @@ def run(
     given, watch, mode = children or {}, watch or Watched(CLAMPS), {"training": training}
     others = {name: child for name, child in module._modules.items() if name not in given and child is not None}
     stand_ins = dict(module._modules) | {name: stand_in(child, mode) for name, child in others.items()} | {**given}
-    own = {**module._parameters} if parameters is None else {**parameters}
-    held = {**module._buffers} if buffers is None else {**buffers}
+    own, held = (
+        {name: each if tensors is None else tensors.get(name) for name, each in place.items()}
+        for place in (module._parameters, module._buffers)
+    )
     made = stand_in(module, {"_parameters": own, "_modules": stand_ins, "_buffers": held, **mode})
     names = () if written is None else names_written(type(module), type(module).forward)  # type: ignore[arg-type]
     vars(made).update(dict.fromkeys(names, _UNREAD))
     watched: Any = made, *(stand_ins[name] for name in others)
     before = list(map(snapshot, watched))
-    tensors = [each for each in (*arguments, *own.values(), *held.values()) if each is not None]
-    versions = [tensor._version for tensor in tensors]
+    seen = [each for each in (*arguments, *own.values(), *held.values()) if each is not None]
+    versions = [tensor._version for tensor in seen]
     with watch:
         result = watch.tensor(type(module).forward(made, *arguments))
     if written is not None:
         written.update({name: vars(made)[name] for name in names if vars(made)[name] is not _UNREAD})
         vars(made).update(dict.fromkeys(names, _UNREAD))
-    if list(map(snapshot, watched)) != before or [tensor._version for tensor in tensors] != versions:
+    if list(map(snapshot, watched)) != before or [tensor._version for tensor in seen] != versions:
         raise NotRecognisedError("it writes to what it is given, or to itself")
     return result
 

@@ -49,7 +49,7 @@ if self.config._attn_implementation in ('eager', 'sdpa'):
 else:
     sparse_indices = topk_indices
 """  # noqa: E501 - as ast writes it
-_FIRST_HEAD_MASK, _WHOLE = "attention_mask[:, 0, :, :]", "attention_mask"
+_FIRST_HEAD_MASK = "attention_mask[:, 0, :, :]"
 
 
 def indexer_rewriter(cls: type) -> Callable[[Callable], FunctionType] | None:
@@ -100,9 +100,13 @@ def _handing_on(forward: FunctionType | None) -> FunctionType | None:
         return None
     (place,) = pairs
     tree.body[place : place + 2] = ast.parse("sparse_indices = topk_indices").body
-    whole = _WholeMask()
-    whole.visit(tree)
-    return compile_forward(tree, forward, [])() if whole.places == 1 else None
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    given = [(call, at) for call in calls for at, each in enumerate(call.args) if ast.unparse(each) == _FIRST_HEAD_MASK]
+    if len(given) != 1 or ast.unparse(tree).count(_FIRST_HEAD_MASK) != 1:
+        return None
+    ((call, at),) = given
+    call.args[at] = ast.Name("attention_mask", ast.Load())  # as it is: it may be a description
+    return compile_forward(tree, forward, [])()
 
 
 def _written(cls: type, attribute: str) -> FunctionType | None:
@@ -117,15 +121,3 @@ def _tree(forward: FunctionType | None) -> ast.FunctionDef | None:
         return None
     tree = function_tree(forward) if forward.__globals__.get("torch") is torch else None
     return tree if tree is not None and are_seen_through(tree.decorator_list, forward.__globals__) else None
-
-
-class _WholeMask(ast.NodeTransformer):
-    """The mask as it is, in place of the rows of its first head: it may be a description."""
-
-    places = 0
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        if ast.unparse(node) != _FIRST_HEAD_MASK:
-            return node
-        self.places += 1
-        return ast.parse(_WHOLE, mode="eval").body

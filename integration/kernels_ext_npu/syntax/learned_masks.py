@@ -53,22 +53,10 @@ def _sources_of_masks(cls: type[nn.Module]) -> tuple[Sources, Sources]:
     """Return the sources of the masks that a forward hands to modules, and of those for attention functions."""
     forward = inspect.unwrap(cls.forward)
     tree = function_tree(forward) if isinstance(forward, FunctionType) else None
-    if tree is None or not _makes_masks(tree):
+    if tree is None:
         return _NOTHING, _NOTHING
     flow = _Flow(cls, tree, forward.__globals__, {})
     return flow.to_modules, flow.to_attention
-
-
-def _makes_masks(tree: ast.FunctionDef) -> bool:
-    """Tell whether a forward may hand on other masks than it was given: most do not, and need not be followed."""
-    nodes = list(ast.walk(tree))
-    stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
-    masks = [keyword.value for call in calls for keyword in call.keywords if "mask" in str(keyword.arg)]
-    masks += [a for call in calls for a in call.args if "mask" in getattr(a, "id", "")]
-    masks += [a for call in calls for a in call.args[_MASK_OF_ATTENTION : _MASK_OF_ATTENTION + 1]]
-    as_given = [m for m in masks if isinstance(m, ast.Constant) or (isinstance(m, ast.Name) and m.id not in stored)]
-    return len(as_given) < len(masks)
 
 
 class _Flow:

@@ -12,6 +12,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from operator import attrgetter
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -70,16 +71,21 @@ def compile_forward(tree: ast.FunctionDef, forward: FunctionType, names: Sequenc
 @cache
 def code_names(code: CodeType) -> frozenset[str]:
     """Return the names of globals and attributes in the code of a function, and of the functions in it."""
-    inner = [code_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return frozenset(code.co_names).union(*inner)
+    return frozenset().union(*map(attrgetter("co_names"), nested_codes(code)))
 
 
 def instructions(code: CodeType) -> Iterator[dis.Instruction]:
     """Yield the instructions in the code of a function, and of the functions in it."""
-    yield from dis.get_instructions(code)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from instructions(constant)
+    for each in nested_codes(code):
+        yield from dis.get_instructions(each)
+
+
+def nested_codes(code: CodeType) -> list[CodeType]:
+    """Return the code of a function, and of the functions in it."""
+    codes = [code]
+    for each in codes:  # grows while it runs
+        codes += [constant for constant in each.co_consts if isinstance(constant, CodeType)]
+    return codes
 
 
 def written_globals(code: CodeType) -> list[str]:

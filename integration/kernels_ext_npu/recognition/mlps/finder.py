@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import permutations, product
 from typing import Any, NamedTuple
 
@@ -13,14 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels_ext_npu.catalogue import MLPS
+from kernels_ext_npu.patterns.mlps import ACTIVATED_BY
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.recognition.computed import Computed, Steps
+from kernels_ext_npu.recognition.computed import Computed, NotRecognisedError, Steps
 from kernels_ext_npu.recognition.mlps.leaves import Call, Dropouts, Leaf, put_leaves, read_sizes
 from kernels_ext_npu.recognition.module_settings import is_linear, names_read, numbers, opaque_children
 from kernels_ext_npu.recognition.watched_runs import (
     CLAMPS,
     MAGNITUDES,
-    NotRecognisedError,
     Watched,
     are_same,
     attempt,
@@ -41,19 +40,13 @@ class _Formula(NamedTuple):
     numbers: tuple[tuple[str, float], ...] = ()
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "SwiGLUMLP": F.silu,
-    "GeGLUMLP": partial(F.gelu, approximate="tanh"),
-    "ExactGeGLUMLP": F.gelu,
-}
 _NO_MLP = "what it gives is no product of a projection and of SiLU or GELU of another one"
 _OTHER_GATE = "it is gated by another function than SiLU or GELU"
 _GATE_LAST = Reason("no operator", "no operator: the gate is the second half, and the operator takes SiLU of the first")
 # activations that no layer has, by which an MLP may be gated all the same
 _OTHERS = frozenset({"relu", "leaky_relu", "elu", "softplus", "mish", "hardswish", "hardsigmoid", "glu"})
 _HALVES = {"chunk", "split", "unbind", "narrow"}
-ACTIVATION_MODULES = {"SwiGLUMLP": nn.SiLU(), "GeGLUMLP": nn.GELU(approximate="tanh"), "ExactGeGLUMLP": nn.GELU()}
-_PLAIN = [_Formula(layer, lambda gate, up, act=act: act(gate) * up) for layer, act in _ACTIVATIONS.items()]  # type: ignore[misc]
+_PLAIN = [_Formula(layer, lambda gate, up, act=act: act.forward(gate) * up) for layer, act in ACTIVATED_BY.items()]  # type: ignore[misc]
 
 
 def _clamped(limit: float) -> _Formula:
@@ -248,7 +241,7 @@ def _computed(
 ) -> Computed | None:
     """Return the layer that computes a formula and what is called behind it, times a factor; None if there is none."""
     gate, up, down = names
-    activation = ACTIVATION_MODULES.get(formula.layer)
+    activation = ACTIVATED_BY.get(formula.layer)
     if (formula not in _PLAIN or factor != 1) and (between or gate == up):
         return None
     if gate == up and between:

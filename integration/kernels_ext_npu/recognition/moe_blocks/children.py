@@ -11,19 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.matching.lookup import find_pattern, why_not_served
-from kernels_ext_npu.patterns.mlps import GATED, projection_names
+from kernels_ext_npu.patterns.mlps import ACTIVATED_BY, GATED, projection_names
 from kernels_ext_npu.recognition.computed import Computed, NotRecognised, Recognised
-from kernels_ext_npu.recognition.mlps.finder import ACTIVATION_MODULES
 from kernels_ext_npu.recognition.module_settings import Settings, is_linear, read_settings
 from kernels_ext_npu.recognition.moe_blocks.formulas import Experts
 from kernels_ext_npu.recognition.stand_ins import filled
-from kernels_ext_npu.recognition.watched_runs import (
-    NotRecognisedError,
-    OwnOperatorError,
-    Watched,
-    attempt,
-    casts,
-)
+from kernels_ext_npu.recognition.watched_runs import Watched, attempt, casts
 
 _LOOKED_AT_BY_THE_LAYER = (
     "llama:LlamaMLP",
@@ -34,25 +27,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Gate(NamedTuple):
-    """A child that may say which experts a token goes to.
+    """A child that may say which experts a token goes to."""
 
-    Attributes:
-        name: of the child.
-        settings: what it reads; None of a linear layer.
-        returned: what it returned of 6 tokens, by rows, for each mode and dtype.
-        keeps_sequences: whether it returned that in the shape that it got the tokens in.
-        index_at: where in that the experts are; None where it returns logits.
-        weights_at: where the weights are.
-        top_k: how many experts there are for a token.
-    """
-
-    name: str
-    settings: Settings | None
-    returned: dict[tuple[bool, torch.dtype], Any]
-    keeps_sequences: bool = True
-    index_at: int | None = None
-    weights_at: int | None = None
-    top_k: int = 0
+    name: str  # of the child
+    settings: Settings | None  # what it reads; None of a linear layer
+    returned: dict[tuple[bool, torch.dtype], Any]  # what it returned of 6 tokens, by rows, for each mode and dtype
+    keeps_sequences: bool = True  # whether it returned that in the shape that it got the tokens in
+    index_at: int | None = None  # where in that the experts are; None where it returns logits
+    weights_at: int | None = None  # where the weights are
+    top_k: int = 0  # how many experts there are for a token
 
 
 def read_experts(
@@ -74,7 +57,7 @@ def read_experts(
         names: Any = tuple(map(roles.get, ("gate_proj", "up_proj", "down_proj")))
         is_plain = what.computed._replace(projections=(), activation=None) == Computed(layer)
     else:
-        if pattern.layers != GATED or pattern.holds is not None or why_not_served(first, pattern) is not None:
+        if pattern.layers != GATED or pattern.guard is not None or why_not_served(first, pattern) is not None:
             return None
         names, layer, settings = projection_names(type(first)), pattern.layer_for(first), read_settings(first)
         if pattern.name in _LOOKED_AT_BY_THE_LAYER:
@@ -83,7 +66,7 @@ def read_experts(
     if layer not in GATED or None in names or not is_plain or any("." in name for name in names):
         return None
     width = getattr(first._modules[names[2]], "out_features", 0)
-    return known(width, type(first).forward, settings, names, ACTIVATION_MODULES[layer])
+    return known(width, type(first).forward, settings, names, ACTIVATED_BY[layer])
 
 
 def longest_list(module: nn.Module) -> tuple[str, nn.ModuleList] | None:
@@ -164,15 +147,9 @@ def _random_stand_in(module: nn.Module, dtype: torch.dtype, training: bool) -> n
 class AnyOperator(Watched):
     """Lets all operators pass but those of other libraries and those that draw random numbers."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind, _, name = function._schema.name.partition("::")
-        if not self.autocast and any(casts()):
-            raise NotRecognisedError("it turns autocast on")
-        if kind == "npu":
-            raise OwnOperatorError(name)
-        if kind not in ("aten", "prim") or torch.Tag.nondeterministic_seeded in function.tags:
-            raise NotRecognisedError(f"it calls {name}")
-        return function(*args, **(kwargs or {}))
+    def allows(self, function: Any, name: str) -> bool:
+        """Tell whether an operator draws no random numbers."""
+        return torch.Tag.nondeterministic_seeded not in function.tags
 
     def tensor(self, result: Any) -> Any:
         """Return all that a forward returned."""
@@ -180,38 +157,32 @@ class AnyOperator(Watched):
 
 
 class Stub(nn.Module):
-    """Stands for an expert, or for what is called with tokens as one is: it gives others for each, and counts them."""
+    """Stands for a child: it gives what a function gives, and keeps what it was given."""
 
-    def __init__(self, base: Tensor, slope: Tensor) -> None:
+    def __init__(self, compute: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.base, self.slope, self.rows, self.dims, self.is_cast = base, slope, 0, 0, True
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.rows += x.numel() // x.shape[-1]
-        self.dims = x.dim()
-        self.is_cast &= all(casts())
-        return self.compute(x)
-
-    def compute(self, x: Tensor) -> Tensor:
-        return (self.base + self.slope * x.roll(1, -1)[..., : self.base.shape[-1]]).to(x.dtype)
-
-
-class GateStub(nn.Module):
-    """Stands for what chooses: it gives what it has of each token, and keeps what it was given."""
-
-    def __init__(self, gives: Any, keeps_sequences: bool) -> None:
-        super().__init__()
-        self.gives, self.keeps_sequences, self.is_cast = gives, keeps_sequences, True
+        self.compute, self.is_cast = compute, True
         self.seen: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Any:
         self.seen.append(x)
-        self.is_cast = all(casts())
-        if isinstance(self.gives, Tensor):
-            return self._shaped(self.gives, x)
-        return type(self.gives)(self._shaped(each, x) for each in self.gives)
+        self.is_cast &= all(casts())
+        return self.compute(x)
 
-    def _shaped(self, value: Any, x: Tensor) -> Any:
+
+def expert_stub(base: Tensor, slope: Tensor) -> Stub:
+    """Return what stands for an expert, or for what is called with tokens as one is: it gives others for each."""
+    return Stub(lambda x: (base + slope * x.roll(1, -1)[..., : base.shape[-1]]).to(x.dtype))
+
+
+def gate_stub(gives: Any, keeps_sequences: bool) -> Stub:
+    """Return what stands for what chooses: it gives what there is of each token."""
+
+    def shaped(value: Any, x: Tensor) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(shaped(each, x) for each in value)
         is_of_tokens = isinstance(value, Tensor) and value.dim() > 1 and len(value) == x.numel() // x.shape[-1]
-        value = value.view(*x.shape[:-1], *value.shape[1:]) if is_of_tokens and self.keeps_sequences else value
+        value = value.view(*x.shape[:-1], *value.shape[1:]) if is_of_tokens and keeps_sequences else value
         return value.clone() if isinstance(value, Tensor) else value  # without a gradient where none is asked for
+
+    return Stub(lambda x: shaped(gives, x))

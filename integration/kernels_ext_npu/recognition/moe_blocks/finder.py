@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from kernels_ext_npu.matching.classification import BLOCK_NAMES
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.recognition.computed import Computed, NotRecognised, Recognised
+from kernels_ext_npu.recognition.computed import Computed, NotRecognised, NotRecognisedError, Recognised
 from kernels_ext_npu.recognition.module_settings import Settings, is_linear, numbers
 from kernels_ext_npu.recognition.moe_blocks.children import longest_list, read_experts, read_gate, shared_paths
 from kernels_ext_npu.recognition.moe_blocks.formulas import Choice, Experts, Mode, MoEBlock, possible_choices
 from kernels_ext_npu.recognition.moe_blocks.runs import BlockRun, Parts, Probe
 from kernels_ext_npu.recognition.purity import impurity
-from kernels_ext_npu.recognition.watched_runs import MAGNITUDES, NotRecognisedError, attempt, autocast, takes
+from kernels_ext_npu.recognition.watched_runs import MAGNITUDES, attempt, autocast, takes
 
 _WIDTH = 8  # of tokens, unless a block asks for its own
 _MANY = 4096  # tokens, up to which a number in the code of a block is tried
@@ -41,11 +41,6 @@ def find_moe_block(
 
     Of its other children one returns the experts of each token and their weights, or logits. Others may be an expert of
     all tokens, and a projection to one value, whose sigmoid weighs that.
-
-    Args:
-        recognise: tells what a module computes.
-        settings: of the block.
-        module: the block.
     """
     experts = read_experts(module, recognise)
     if experts is None:
@@ -107,15 +102,11 @@ def _read_parts(module: nn.Module, experts: Experts) -> Parts | str:
 
 
 class _Trial:
-    """Tries a block, and tells what it computes.
-
-    Attributes:
-        seen: why that is not known.
-    """
+    """Tries a block, and tells what it computes."""
 
     def __init__(self, parts: Parts, settings: Settings) -> None:
         self.parts, self.settings, self.width = parts, settings, _WIDTH
-        self.seen = "what it gives is not the weighted sum of what they give"
+        self.seen = "what it gives is not the weighted sum of what they give"  # why it is not known
 
     def find(self) -> MoEBlock | None:
         """Return what the block computes in both modes, or in one of them."""
@@ -178,7 +169,7 @@ class _Trial:
 
     def _named(self, kind: type) -> set[Any]:
         """Return the numbers of a kind that the code of the block names or reads."""
-        read = {value for _, value in self.settings.members if type(value) is kind}
+        read = {frozen[1] for _, frozen in self.settings.members if frozen[0] is kind}
         return numbers(self.parts.module, kind) | read
 
     def _attempt(self, find: Callable[..., Any], *arguments: Any) -> Any:

@@ -14,43 +14,27 @@ from kernels_ext_npu.recognition.routers.formulas import Gating, spread
 
 
 class Experts(NamedTuple):
-    """The experts in a list, all of one class: gated MLPs.
+    """The experts in a list, all of one class: gated MLPs."""
 
-    Attributes:
-        name: of the list in the block.
-        number: how many there are.
-        width: how many values they take and give for a token.
-        forward: of their class.
-        settings: what each of them reads; None where a pattern knows their class, and the layer looks at them itself.
-        projections: the names of gate, up and down in each; None where they are those that the layer looks for.
-        activation: what the gate goes through; None where it is the ``act_fn`` of each.
-    """
-
-    name: str
-    number: int
-    width: int
-    forward: Any
+    name: str  # of the list in the block
+    number: int  # how many there are
+    width: int  # how many values they take and give for a token
+    forward: Any  # of their class
+    # what each of them reads; None where a pattern knows their class, and the layer looks at them itself
     settings: Settings | None = None
+    # the names of gate, up and down in each; None where they are those that the layer looks for
     projections: tuple[str, ...] | None = None
-    activation: nn.Module | None = None
+    activation: nn.Module | None = None  # what the gate goes through; None where it is the ``act_fn`` of each
 
 
 class Choice(NamedTuple):
-    """How a block itself chooses experts by logits.
+    """How a block itself chooses experts by logits."""
 
-    Attributes:
-        gating: how, for how many.
-        bias: the name of what is added for the choice alone, ``[E]``; None without.
-        is_wide: whether scores are computed in float32, and not in the dtype of the logits.
-        groups: of how many groups each gives as many experts as the others; 1 where they do not count.
-        gains: the name of what weights are multiplied by, ``[E]``; None without.
-    """
-
-    gating: Gating
-    bias: str | None = None
-    is_wide: bool = True
-    groups: int = 1
-    gains: str | None = None
+    gating: Gating  # how, for how many
+    bias: str | None = None  # the name of what is added for the choice alone, ``[E]``; None without
+    is_wide: bool = True  # whether scores are computed in float32, and not in the dtype of the logits
+    groups: int = 1  # of how many groups each gives as many experts as the others; 1 where they do not count
+    gains: str | None = None  # the name of what weights are multiplied by, ``[E]``; None without
 
     @property
     def has_operator(self) -> bool:
@@ -121,54 +105,32 @@ class Balance(NamedTuple):
 
 
 class Mode(NamedTuple):
-    """What a block does in training, or not in training.
+    """What a block does in training, or not in training."""
 
-    Attributes:
-        is_detached: whether no gradient goes through the experts.
-        loss: where in what the gate returns a loss is, whose gradient is 1 whatever the output is used for.
-        returned: what is returned: ``...`` for the output, or a tuple of that, settings and `Routed`.
-        written: the attributes that it sets and does not read, each to a setting, `Routed` or `Balance`.
-    """
-
-    is_detached: bool
-    loss: int | None
-    returned: Any = ...
+    is_detached: bool  # whether no gradient goes through the experts
+    loss: int | None  # where in what the gate returns a loss is, whose gradient is 1 whatever the output is used for
+    returned: Any = ...  # what is returned: ``...`` for the output, or a tuple of that, settings and `Routed`
+    # the attributes that it sets and does not read, each to a setting, `Routed` or `Balance`
     written: tuple[tuple[str, Any], ...] = ()
 
 
 class MoEBlock(NamedTuple):
-    """What a block computes: the weighted sum over the experts of each token, and what is added to it.
+    """What a block computes: the weighted sum over the experts of each token, and what is added to it."""
 
-    Attributes:
-        experts: the list.
-        gate: the name of the child that chooses.
-        gate_settings: what that reads; None of a linear layer.
-        takes_rows: whether it gets ``[T, H]``, and not what the block gets.
-        widens: whether it gets float32, whatever the block gets.
-        casts: whether autocast around the block is on wherever it calls.
-        index_at: where in what it returns the experts are, ``[T, k]``; None where it returns logits.
-        weights_at: where their weights are.
-        top_k: how many experts a token has.
-        choice: how these follow from logits; None where the gate says them.
-        shared: the paths of experts of all tokens.
-        shares_rows: whether these get ``[T, H]``.
-        shared_gate: the name of a projection to one value, whose sigmoid weighs these; None without.
-        modes: what it does, by whether it is trained; without an entry it is something else.
-    """
-
-    experts: Experts
-    gate: str
-    gate_settings: Settings | None
-    takes_rows: bool
-    widens: bool
-    casts: bool
-    index_at: int | None
-    weights_at: int | None
-    top_k: int
-    choice: Choice | None
-    shared: tuple[str, ...]
-    shares_rows: bool
-    shared_gate: str | None
+    experts: Experts  # the list
+    gate: str  # the name of the child that chooses
+    gate_settings: Settings | None  # what that reads; None of a linear layer
+    takes_rows: bool  # whether it gets ``[T, H]``, and not what the block gets
+    widens: bool  # whether it gets float32, whatever the block gets
+    casts: bool  # whether autocast around the block is on wherever it calls
+    index_at: int | None  # where in what it returns the experts are, ``[T, k]``; None where it returns logits
+    weights_at: int | None  # where their weights are
+    top_k: int  # how many experts a token has
+    choice: Choice | None  # how these follow from logits; None where the gate says them
+    shared: tuple[str, ...]  # the paths of experts of all tokens
+    shares_rows: bool  # whether these get ``[T, H]``
+    shared_gate: str | None  # the name of a projection to one value, whose sigmoid weighs these; None without
+    # what it does, by whether it is trained; without an entry it is something else
     modes: tuple[tuple[bool, Mode], ...]
 
 

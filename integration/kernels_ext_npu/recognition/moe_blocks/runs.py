@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kernels_ext_npu.recognition.computed import NotRecognisedError
 from kernels_ext_npu.recognition.module_settings import is_plain
-from kernels_ext_npu.recognition.moe_blocks.children import AnyOperator, Gate, GateStub, Stub
+from kernels_ext_npu.recognition.moe_blocks.children import AnyOperator, Gate, expert_stub, gate_stub
 from kernels_ext_npu.recognition.moe_blocks.formulas import AddedLoss, Balance, Choice, Experts, Routed, gained
-from kernels_ext_npu.recognition.watched_runs import ROUNDINGS, NotRecognisedError, are_same, is_close, run
+from kernels_ext_npu.recognition.watched_runs import ROUNDINGS, are_same, is_close, run
 
 _SOMETHING_ELSE = "it returns something else than the sum of what experts give and what its gate does"
 
@@ -39,16 +40,7 @@ class Probe(NamedTuple):
 
 
 class BlockRun:
-    """One run of a block.
-
-    Attributes:
-        structure: what it returned, and what it wrote, as `Mode` has both; ``...`` for a loss that was written.
-        top_k: how many experts a token went to.
-        takes_rows: whether the gate got ``[T, H]``.
-        shares_rows: whether the expert of all tokens did.
-        widens: whether the gate got float32 where the block got less.
-        is_cast: whether autocast was on, if it was around the block, wherever the block called.
-    """
+    """One run of a block."""
 
     def __init__(self, parts: Parts, probe: Probe, width: int, training: bool) -> None:
         module, experts, number = parts.module, parts.experts, parts.experts.number
@@ -58,8 +50,8 @@ class BlockRun:
         self._noise = probe.magnitude * torch.randn(number + max(1, len(parts.shared)) + 1, 2, width)
         self._own = torch.rand(number)
         self._gives = self._draw(parts.gate, training)
-        gate, stubs = GateStub(self._gives, parts.gate.keeps_sequences), [Stub(*each) for each in self._noise]
-        self._shared, self._weighing = stubs[number:-1], Stub(*self._noise[-1, :, :1])
+        gate, stubs = gate_stub(self._gives, parts.gate.keeps_sequences), [expert_stub(*each) for each in self._noise]
+        self._shared, self._weighing = stubs[number:-1], expert_stub(*self._noise[-1, :, :1])
         children: dict[Any, nn.Module] = {experts.name: nn.ModuleList(stubs[:number]), parts.gate.name: gate}
         children[parts.shared_gate] = self._weighing
         for name, is_listed, _ in (path.partition(".") for path in parts.shared):
@@ -71,27 +63,31 @@ class BlockRun:
         ]
         for each in self._arguments if probe.with_grad else ():
             each.requires_grad_()
-        given: dict[str, Any] = {"children": {name: child for name, child in children.items() if name is not None}}
+        children = {name: child for name, child in children.items() if name is not None}
+        held = {**module._parameters, **module._buffers}
         watch = AnyOperator()
         watch.autocast = probe.is_cast
         with torch.set_grad_enabled(probe.with_grad):
-            for kind, held in (("parameters", module._parameters), ("buffers", module._buffers)):
-                given[kind] = {n: None if each is None else self._own.view(each.shape) for n, each in held.items()}
+            tensors = {name: self._own.view(each.shape) for name, each in held.items() if each is not None}
             members: dict[str, Any] = {}
-            result = run(module, x, **given, training=training, watch=watch, written=members)
+            result = run(module, x, tensors=tensors, children=children, training=training, watch=watch, written=members)
         (seen,) = gate.seen or (None,)
+        # whether the gate got float32 where the block got less
         self.widens = seen is not None and seen.dtype is torch.float32 and x.dtype is not torch.float32
         if seen is None or not (self.widens or seen.dtype is x.dtype) or seen.requires_grad is not x.requires_grad:
             raise NotRecognisedError("its gate is given something else")
         if not torch.equal(seen.reshape(rows, -1), x.to(seen.dtype).reshape(rows, -1)):
             raise NotRecognisedError("its gate is given something else")
-        self.takes_rows, self.shares_rows = seen.dim() < x.dim(), self._shared[0].dims < x.dim()
-        self.top_k = parts.gate.top_k or sum(each.rows for each in stubs[:number]) // rows
-        called = [gate, *(each for each in (*stubs, self._weighing) if each.rows)]
-        self.is_cast = all(each.is_cast for each in called)
+        self.takes_rows = seen.dim() < x.dim()  # whether the gate got ``[T, H]``
+        self.shares_rows = all(each.dim() < x.dim() for each in self._shared[0].seen)  # whether that of all tokens did
+        given = [tokens.numel() // width for each in stubs[:number] for tokens in each.seen]
+        self.top_k = parts.gate.top_k or sum(given) // rows
+        # whether autocast was on, if it was around the block, wherever the block called
+        self.is_cast = all(each.is_cast for each in (gate, *stubs, self._weighing))
         self._y: Tensor | None = None
         self._loss: Tensor | None = None
         returned = self._read(result)
+        # what it returned, and what it wrote, as `Mode` has both; ``...`` for a loss that was written
         self.structure = returned, tuple((name, self._read_member(each)) for name, each in members.items())
         if self._y is None or self._y.dtype is not x.dtype:
             raise NotRecognisedError(_SOMETHING_ELSE)

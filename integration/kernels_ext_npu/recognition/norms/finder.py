@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.catalogue import NORMS
-from kernels_ext_npu.recognition.computed import Computed, NotRecognised
+from kernels_ext_npu.recognition.computed import Computed, NotRecognised, NotRecognisedError
 from kernels_ext_npu.recognition.module_settings import names_read, numbers
 from kernels_ext_npu.recognition.norms.formulas import KINDS, Kind, Rounding, Terms
 from kernels_ext_npu.recognition.watched_runs import (
@@ -16,7 +16,6 @@ from kernels_ext_npu.recognition.watched_runs import (
     CLAMPS,
     MAGNITUDES,
     ROUNDINGS,
-    NotRecognisedError,
     Watched,
     are_same,
     attempt,
@@ -93,9 +92,8 @@ class _Norm:
     def run(self, terms: Terms, training: bool = False) -> Tensor:
         shapes = {name: self.module._parameters[name].shape[:-1] for name in self.names}  # type: ignore[union-attr]
         own = {name: each.view(*shapes[name], -1) for name, each in zip(self.names, terms[2:4])}
-        parameters = dict.fromkeys(self.module._parameters) | own
         arguments = (terms.x, terms.gate) if self.is_gated else (terms.x,)
-        return run(self.module, *arguments, parameters=parameters, training=training, watch=self.watch)
+        return run(self.module, *arguments, tensors=own, training=training, watch=self.watch)
 
     def draw(self, *tokens: int, magnitude: float = 1.0) -> Terms:
         x, gate, *affine = (torch.randn(*tokens, self.width, dtype=torch.float64) for _ in range(4))

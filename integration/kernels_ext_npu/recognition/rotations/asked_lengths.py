@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -27,18 +26,19 @@ def asked_lengths(function: Callable, form: Form) -> Callable[[int], bool] | Non
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
     mode.cache_enabled = False  # no call comes twice with the same symbols
 
-    def fake(tensor: Tensor, given: Given) -> Tensor:
+    def fake(given: Any, value: Any) -> Any:
+        if type(given) is tuple:
+            return tuple(map(fake, given, value))
+        if not isinstance(given, Given):
+            return value
         sizes = [DimDynamic.DUCK if dim in _VARIABLE else DimDynamic.STATIC for dim in given.dims]
         context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)  # type: ignore[arg-type]
-        made = mode.from_tensor(tensor, symbolic_context=context)
+        made = mode.from_tensor(value, symbolic_context=context)
         made_sizes: Any = made.shape
         symbols.update({size.node.expr: dim for dim, size in zip(given.dims, made_sizes) if dim in _VARIABLE})
         return made
 
-    values = form.make(form.small_sizes(), torch.float32, torch.float32)
-    for place, (given, value) in enumerate(zip(form.given, values)):
-        if isinstance(given, Given) and given.kind != "number":
-            values[place] = tuple(fake(each, given) for each in value) if given.is_pair else fake(value, given)
+    values = [*map(fake, form.given, form.make(form.small_sizes(), torch.float32, torch.float32))]
     with enable_python_dispatcher(), mode:  # without it torch.complex, polar and addcmul make numbers of sizes
         function(*values)
     asked = {symbols.get(symbol) for guard in shapes.guards for symbol in guard.expr.free_symbols}

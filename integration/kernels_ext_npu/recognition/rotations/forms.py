@@ -45,20 +45,38 @@ _POSITIONS: tuple[Dims, ...] = (("B", "S"), (1, "S"), ("S",), ("S", "B"))
 
 @dataclass(frozen=True)
 class Given:
-    """What a parameter is given: a tensor, two in a tuple or list, or a whole number, such as that of a position."""
+    """A tensor that a parameter is given; two of them in a tuple stand for two in a tuple or list."""
 
     dims: Dims
     kind: str = "float"
-    is_pair: bool = False
+
+    def dim(self) -> int:
+        """Return how many dimensions it has, as tensors say it."""
+        return len(self.dims)
+
+    def make(self, sizes: Mapping[str, int], dtype: torch.dtype) -> Tensor:
+        """Return random numbers."""
+        shape = [dim if isinstance(dim, int) else sizes[dim] for dim in self.dims]
+        if self.kind == "index":
+            return torch.randint(1, sizes["T"], shape)  # at the first one nothing may be rotated
+        if self.kind == "complex":
+            dtype = torch.complex128 if dtype is torch.float64 else torch.complex64
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        if all(size <= _LONGEST for size in shape):
+            return torch.randn(shape, dtype=wide).to(dtype)
+        made = torch.zeros(shape, dtype=dtype)  # of which nothing is in memory before it is written to
+        first = made[tuple(slice(_LONGEST) for _ in shape)]
+        first.copy_(torch.randn(first.shape, dtype=wide))
+        return made
 
 
-NUMBER = Given((), "number")
+NUMBER: Any = object()  # stands for a whole number, such as that of a position
 FREQUENCIES = Given(("H",))
 
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """One way to call a rotary function: what each parameter is given, tensors or the value of a setting."""
+    """One way to call a rotary function: what each parameter is given, tensors, `NUMBER` or the value of a setting."""
 
     given: tuple[Any, ...]
     rotated: int  # how many of the first parameters are rotated
@@ -67,26 +85,24 @@ class Form:
     @property
     def ranks(self) -> tuple[Any, ...]:
         """How many dimensions its arguments have, as :func:`ranks` says it of values."""
-        return tuple(
-            None if not isinstance(g, Given) or g.kind == "number" else (len(g.dims),) * 2 if g.is_pair else len(g.dims)
-            for g in self.given
-        )
+        return ranks(self.given, Given)
 
     @property
     def settings(self) -> Settings:
         """What it has for parameters that take no tensors."""
-        return tuple((type(g), g) for g in self.given if not isinstance(g, Given))
+        return tuple((type(g), g) for g, rank in zip(self.given, self.ranks) if rank is None)
 
     def with_settings(self, settings: Settings) -> Form:
         """Return the form that has other settings."""
         values = iter(value for _, value in settings)
-        return Form(tuple(g if isinstance(g, Given) else next(values) for g in self.given), self.rotated)
+        given = (next(values) if rank is None else g for g, rank in zip(self.given, self.ranks))
+        return Form(tuple(given), self.rotated)
 
     @property
     def cuts_tables(self) -> bool:
         """Whether tables have as many rows as a position may need, of which the function takes the first or others."""
-        kinds = [(given.kind, "T" in given.dims) for given in self.given if isinstance(given, Given)]
-        return (("float", True) in kinds and "index" not in dict(kinds)) or ("complex", True) in kinds
+        kinds = [given.kind for given in self.angles if "T" in given.dims]
+        return ("float" in kinds and all(given.kind != "index" for given in self.angles)) or "complex" in kinds
 
     @property
     def table_dtype(self) -> torch.dtype:
@@ -101,8 +117,7 @@ class Form:
     @property
     def angles(self) -> list[Given]:
         """What holds the angles, or chooses from them."""
-        given = (each for each in self.given[self.rotated :] if isinstance(each, Given))
-        return [each for each in given if each.kind != "number"]
+        return [each for each in _one_by_one(self.given[self.rotated :]) if isinstance(each, Given)]
 
     def small_sizes(self, **others: int) -> dict[str, int]:
         """Return sizes to try it with."""
@@ -111,23 +126,17 @@ class Form:
     def sizes(self, values: Sequence[Any]) -> dict[str, int] | None:
         """Return what the symbols stand for in a call; None if it is of another form."""
         sizes: dict[str, int] = {}
-        for given, value in zip(self.given, values):
-            if not isinstance(given, Given):
-                if type(value) is not type(given) or value != given:
-                    return None
-                continue
-            if given.kind == "number":
+        for given, value in zip(_one_by_one(self.given), _one_by_one(values)):
+            if given is NUMBER:
                 if type(value) is not int:
                     return None
-                continue
-            if given.is_pair and (type(value) not in (tuple, list) or len(value) != 2):
+            elif not isinstance(given, Given):
+                if type(value) is not type(given) or value != given:
+                    return None
+            elif type(value) not in (Tensor, nn.Parameter) or value.dtype not in _TAKEN[given.kind]:
                 return None
-            for tensor in value if given.is_pair else (value,):
-                if type(tensor) not in (Tensor, nn.Parameter) or tensor.dtype not in _TAKEN[given.kind]:
-                    return None
-                if tensor.dim() != len(given.dims):
-                    return None
-                for dim, size in zip(given.dims, tensor.shape):
+            else:
+                for dim, size in zip(given.dims, value.shape):
                     if size != (dim if isinstance(dim, int) else sizes.setdefault(dim, size)):
                         return None
         if self.cuts_tables and sizes["T"] < sizes["S"]:
@@ -149,39 +158,19 @@ class Form:
     def make(self, sizes: Mapping[str, int], dtype: torch.dtype, table_dtype: torch.dtype) -> list[Any]:
         """Return random arguments of this form."""
 
-        def tensor(given: Given, dtype: torch.dtype) -> Tensor:
-            shape = [dim if isinstance(dim, int) else sizes[dim] for dim in given.dims]
-            if given.kind == "index":
-                return torch.randint(1, sizes["T"], shape)  # at the first one nothing may be rotated
-            if given.kind == "complex":
-                dtype = torch.complex128 if dtype is torch.float64 else torch.complex64
-            wide = torch.complex128 if dtype.is_complex else torch.float64
-            if all(size <= _LONGEST for size in shape):
-                return torch.randn(shape, dtype=wide).to(dtype)
-            made = torch.zeros(shape, dtype=dtype)  # of which nothing is in memory before it is written to
-            first = made[tuple(slice(_LONGEST) for _ in shape)]
-            first.copy_(torch.randn(first.shape, dtype=wide))
-            return made
+        def make(given: Any, dtype: torch.dtype) -> Any:
+            if type(given) is tuple:
+                return tuple(make(each, dtype) for each in given)
+            if isinstance(given, Given):
+                return given.make(sizes, dtype)
+            return sizes["P"] if given is NUMBER else given
 
-        made: list[Any] = []
-        for place, given in enumerate(self.given):
-            if not isinstance(given, Given):
-                made.append(given)
-            elif given.kind == "number":
-                made.append(sizes["P"])
-            elif given.is_pair:
-                made.append((tensor(given, table_dtype), tensor(given, table_dtype)))
-            else:
-                made.append(tensor(given, dtype if place < self.rotated else table_dtype))
-        return made
+        return [make(given, dtype if at < self.rotated else table_dtype) for at, given in enumerate(self.given)]
 
     def tables(self, values: Sequence[Any]) -> list[Tensor]:
         """Return the tensors of a call that are not rotated."""
-        found: list[Tensor] = []
-        for given, value in zip(self.given[self.rotated :], values[self.rotated :]):
-            if isinstance(given, Given) and given.kind != "number":
-                found += value if given.is_pair else (value,)
-        return found
+        pairs = zip(_one_by_one(self.given[self.rotated :]), _one_by_one(values[self.rotated :]))
+        return [value for given, value in pairs if isinstance(given, Given)]
 
 
 def candidate_forms(signature: Signature) -> Iterator[Form]:
@@ -242,25 +231,31 @@ def _values(default: Any) -> tuple[Any, ...]:
     return _DIMENSIONS if type(default) is int and default in _DIMENSIONS else (default,)
 
 
-def ranks(values: Sequence[Any]) -> tuple[Any, ...]:
+def ranks(values: Sequence[Any], kind: Any = Tensor) -> tuple[Any, ...]:
     """Return how many dimensions tensors have, those in a tuple or list in a tuple; None in place of anything else."""
-    return tuple(
-        value.dim()
-        if isinstance(value, Tensor)
-        else tuple(each.dim() for each in value if isinstance(each, Tensor))
-        if isinstance(value, (tuple, list))
-        else None
-        for value in values
-    )
+
+    def rank(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            inner = ranks(value, kind)
+            return None if set(inner) <= {None} else inner
+        return value.dim() if isinstance(value, kind) else None
+
+    return tuple(map(rank, values))
 
 
-def _tables() -> Iterator[tuple[Given, ...]]:
+def _one_by_one(values: Sequence[Any]) -> Iterator[Any]:
+    """Yield values, and in place of a tuple or list what is in it."""
+    for value in values:
+        yield from value if isinstance(value, (tuple, list)) else (value,)
+
+
+def _tables() -> Iterator[tuple[Any, ...]]:
     """Yield what may hold the angles: cos and sin, or both in one, with positions that choose rows or not, or these."""
     for rows in _ROWS:
-        forms: list[tuple[Given, ...]] = []
+        forms: list[tuple[Any, ...]] = []
         for width in _WIDTHS:
             dims = (*rows, *width)
-            forms += [(Given(dims), Given(dims)), (Given(dims),), (Given(dims, is_pair=True),)]
+            forms += [(Given(dims), Given(dims)), (Given(dims),), ((Given(dims), Given(dims)),)]
         forms += [(Given((*rows, *width)),) for width in (("W",), ("H", 2), ("H", 2, 2))]
         forms.append((Given((*rows, "H"), "complex"),))
         yield from forms

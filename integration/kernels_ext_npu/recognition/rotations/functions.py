@@ -10,20 +10,23 @@ position and at several, and in 16 bits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kernels_ext_npu.recognition.computed import NotRecognisedError
 from kernels_ext_npu.recognition.function_settings import CONSTANTS, Setting, hold, read_globals
 from kernels_ext_npu.recognition.rotations.asked_lengths import asked_lengths
 from kernels_ext_npu.recognition.rotations.forms import FREQUENCIES, NUMBER, Form, Settings, candidate_forms, ranks
 from kernels_ext_npu.recognition.rotations.pairs import PAIRINGS, Pairing, rotary_mul
 from kernels_ext_npu.recognition.rotations.signatures import Signature, candidate_signatures
-from kernels_ext_npu.recognition.watched_runs import ANYTHING, NotRecognisedError, Watched, are_same, is_close, isolated
+from kernels_ext_npu.recognition.stand_ins import on_stand_in
+from kernels_ext_npu.recognition.watched_runs import ANYTHING, Watched, are_same, is_close, isolated
 
 _OTHER_SIZES = ({"B": 1, "N": 1, "M": 1, "S": 1}, {"S": 1}, {"B": 1, "T": 7, "P": 0})
 _OPERATORS = {
@@ -36,6 +39,7 @@ OPERATORS = frozenset(_OPERATORS | _PRODUCTS)
 _MOST_OTHERS = 12  # forms that a function takes that is no rotation of any
 # which a function is tried with that is called with the same ranks; a number may be another each time
 _MOST_SETTINGS = 8
+Members = tuple[tuple[str, Any], ...]  # names and values
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,15 @@ class Plan:
 
 
 class Rotation:
-    """A rotary function. Each way in which it is called is looked at when it first is called so."""
+    """A rotary function, or a method of modules. Each way in which it is called is looked at when it first is.
+
+    Args:
+        function: what is called.
+        signature: of it.
+        settings: what it reads of its files.
+        forms: of a module that rotates, which computes of values in their order; None of a function or a method.
+        members: what a method reads of its module, and their values.
+    """
 
     def __init__(
         self,
@@ -67,8 +79,9 @@ class Rotation:
         signature: Signature,
         settings: tuple[Setting, ...] = (),
         forms: Iterable[Form] | None = None,
+        members: Members = (),
     ) -> None:
-        self.function, self.signature, self.settings = function, signature, settings
+        self.function, self.signature, self.settings, self.members = function, signature, settings, members
         self._compute: Callable = function if forms is not None else lambda *values: signature.call(function, values)
         self._forms: dict[tuple[Any, ...], dict[Settings, list[Form]]] = {}  # by ranks, those of functions by settings
         self._is_function = forms is None
@@ -93,19 +106,19 @@ class Rotation:
                     break
         return ""
 
-    def holds(self) -> bool:
-        """Tell whether what the function was read from is as it was."""
-        return hold(self.settings)
-
-    def fits(self, *modules: Any) -> bool:
-        """Tell whether it is what is called, of a module where it is a method."""
-        return self.holds()
+    def holds(self, *modules: Any) -> bool:
+        """Tell whether what it was read from is as it was, or as that is in a module where it is a method."""
+        found = ((getattr(module, name, None), value) for module in modules for name, value in self.members)
+        return hold(self.settings) and all(type(each) is type(value) and each == value for each, value in found)
 
     def plan(self, values: Sequence[Any]) -> Plan | None:
         """Return what it computes of arguments, one for each parameter; None if that is unknown."""
         for form in self._forms_called(values):
             sizes = form.sizes(values)
-            if sizes is not None and (plan := self._plan(form)) is not None:
+            if sizes is not None and form not in self._plans:
+                with isolated():
+                    self._try(form)
+            if sizes is not None and (plan := self._plans[form]) is not None:
                 is_whole = sizes["R"] == sizes["D"]
                 is_taken = is_whole or (plan.is_partial and 0 < sizes["R"] < sizes["D"])
                 return plan if is_taken and plan.is_for(sizes.get("S", 1)) else None
@@ -132,15 +145,10 @@ class Rotation:
         """Return what comes out for the dtypes of what is rotated and of what holds the angles; None if unknown."""
         key = plan, dtype, table_dtype
         if key not in self._dtypes:
-            with isolated():
-                self._dtypes[key] = _tries(lambda: _dtypes(self._compute, plan, dtype, table_dtype))
+            self._dtypes[key] = None
+            with suppress(*ANYTHING), isolated():
+                self._dtypes[key] = _dtypes(self._compute, plan, dtype, table_dtype)
         return self._dtypes[key]
-
-    def _plan(self, form: Form) -> Plan | None:
-        if form in self._plans:
-            return self._plans[form]
-        with isolated():
-            return self._try(form)
 
     def _try(self, form: Form) -> Plan | None:
         """Return what the function computes of a form; where nothing that surrounds the call is seen."""
@@ -196,25 +204,25 @@ def make_question(pairing: Pairing, width: int, size: int, dtype: torch.dtype, d
     return nn.functional.pad(ones, (0, size - width))
 
 
-_Found = TypeVar("_Found", bound=Rotation)
-_known: dict[FunctionType, Rotation | None] = {}
+_known: dict[tuple[FunctionType, Members], Rotation | None] = {}
 
 
-def find_rotation(function: FunctionType) -> Rotation | None:
-    """Return how a function rotates, without a layer if it does something else; None if it cannot be run for a try."""
-    known = _known.get(function)
-    if function not in _known or (known is not None and not known.holds()):
-        settings = read_globals(function)
-        signatures = () if settings is None else candidate_signatures(function)
-        known = first_served(Rotation(function, each, settings) for each in signatures)  # type: ignore[arg-type]
-        _known[function] = known
-    return known
+def find_rotation(function: FunctionType, cls: type | None = None, members: Members = ()) -> Rotation | None:
+    """Return how a function rotates, without a layer if it does something else; None if it cannot be run for a try.
 
-
-def first_served(found: Iterator[_Found]) -> _Found | None:
-    """Return the first that has a layer; the first of all if none has."""
-    first = next(found, None)
-    return first if first is None or first.layer else next((each for each in found if each.layer), first)
+    Of a method that is how it rotates for modules of a class with some members.
+    """
+    key = function, members
+    known = _known.get(key)
+    if key not in _known or (known is not None and not known.holds()):
+        settings = read_globals(function, cls or object)
+        signatures = () if settings is None else candidate_signatures(function, cls is not None)
+        called = function if cls is None else functools.partial(on_stand_in(cls, function, dict(members)), {})
+        found = (Rotation(called, each, settings, members=members) for each in signatures)  # type: ignore[arg-type]
+        first = next(found, None)
+        is_other = first is not None and not first.layer
+        _known[key] = next((each for each in found if each.layer), first) if is_other else first
+    return _known[key]
 
 
 def _run(function: Callable, form: Form, values: Sequence[Any], called: set[str] | None = None) -> list[Tensor]:
@@ -251,16 +259,10 @@ def _plan(function: Callable, form: Form) -> Plan | None:
     is_for = asked_lengths(function, form)
     if is_for is None:
         return None
-    wider = form.small_sizes(D=2 * form.small_sizes()["D"])
-    is_partial = bool(_tries(lambda: _is_same(function, plan, wider)))
+    is_partial = False
+    with suppress(*ANYTHING):
+        is_partial = _is_same(function, plan, form.small_sizes(D=2 * form.small_sizes()["D"]))
     return Plan(form, pairing, makes, is_partial, not called.isdisjoint(_PRODUCTS), is_for)
-
-
-def _tries(check: Callable[[], Any]) -> Any:
-    try:
-        return check()
-    except ANYTHING:
-        return None
 
 
 def _is_same(function: Callable, plan: Plan, sizes: Mapping[str, int]) -> bool:

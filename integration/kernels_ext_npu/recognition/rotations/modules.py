@@ -6,6 +6,7 @@ frequencies. It is tried with random numbers in the place of both, on a stand-in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -20,8 +21,7 @@ from kernels_ext_npu.recognition.module_settings import names_read, numbers
 from kernels_ext_npu.recognition.rotations.forms import forms_with
 from kernels_ext_npu.recognition.rotations.functions import Rotation
 from kernels_ext_npu.recognition.rotations.signatures import Signature
-from kernels_ext_npu.recognition.stand_ins import snapshot, stand_in
-from kernels_ext_npu.recognition.watched_runs import NotRecognisedError
+from kernels_ext_npu.recognition.stand_ins import on_stand_in
 
 _ANGLES = {"cos", "polar"}  # which a module calls that holds no tensor
 
@@ -72,21 +72,15 @@ def find_rotating_module(helpers: tuple[Setting, ...], module: nn.Module) -> Com
 def stand_in_function(module: nn.Module, names: tuple[str, ...], signature: Signature) -> Callable:
     """Return a function of the arguments of a module and of its tensors, which keeps nothing of them."""
     cls: Any = type(module)
-    read, empty = names_read(cls, cls.forward), vars(nn.Module())
+    read = names_read(cls, cls.forward)
     others = {name: value for name, value in vars(module).items() if name in read and name not in names}
-    plain: Any = object.__new__(cls)
-    plain.__dict__.update(others | empty)
-    buffer_names = tuple(module._buffers)
+    forward, buffer_names = on_stand_in(cls, cls.forward, others), tuple(module._buffers)
 
     def function(*values: Any) -> Any:
         tensors = dict(zip(names, values[len(signature.names) :]))
         buffers = {name: tensors.pop(name, None) for name in buffer_names}
         # as a module has it that is trained or not, and torch then
-        made = stand_in(plain, {"_buffers": buffers, "training": torch.is_grad_enabled(), **tensors})
-        before = snapshot(made)
-        result = signature.call(lambda *args, **kwargs: cls.forward(made, *args, **kwargs), values)
-        if snapshot(made) != before:
-            raise NotRecognisedError("it writes to its members")
-        return result
+        held = {"_buffers": buffers, "training": torch.is_grad_enabled(), **tensors}
+        return signature.call(functools.partial(forward, held), values)
 
     return function

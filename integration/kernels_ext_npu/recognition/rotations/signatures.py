@@ -19,14 +19,6 @@ class Signature:
         function: whose parameters they are.
         skipped: how many it has that are no part of a call.
         angles: how many that hold angles are in front of what is rotated.
-
-    Attributes:
-        names: of the parameters.
-        defaults: of them; None of those that it does not read.
-        positional: how many may be given without a name.
-        required: how many of the first have no default, and are no whole numbers.
-        dimensions: the places of those that are whole numbers without a default.
-        is_plain: whether it reads no others, and no default can be written to.
     """
 
     def __init__(self, function: FunctionType, skipped: int = 0, angles: int = 0) -> None:
@@ -34,33 +26,31 @@ class Signature:
         others = [p for p in everything if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         parameters = [p for p in everything if p not in others]
         read = _names_read(function)
-        self._own = [p.default for p in parameters]
+        self._own = inspect.Signature(everything)
         parameters = [p if p.name in read else p.replace(default=None, annotation=p.empty) for p in parameters]
         self.names = [p.name for p in parameters]
-        self.defaults = [p.default for p in parameters]
+        self.defaults = [p.default for p in parameters]  # None of those that it does not read
         self._unread = [place for place, name in enumerate(self.names) if name not in read]
-        self.positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
+        self.positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)  # may be given without a name
         whole = [p.default is p.empty and p.annotation in (int, "int") for p in parameters]
         tensors = (p.default is p.empty and not is_whole for p, is_whole in zip(parameters, whole))
+        # how many of the first have no default, and are no whole numbers; and the places of those that are
         self.required, self._angles = sum(itertools.takewhile(bool, tensors)), angles
         self.dimensions = [place for place, is_whole in enumerate(whole) if is_whole]
-        self._takes_any = any(p.kind is p.VAR_KEYWORD for p in others)
+        # it reads no others, and no default can be written to
         self.is_plain = all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
         self.is_plain &= read.isdisjoint(p.name for p in others)
         self.is_plain &= not any(isinstance(default, (dict, list, set)) for default in self.defaults)
 
     def values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
         """Return what each parameter is given in a call, rotated first; None if the function would refuse it."""
-        values = [*args, *self._own[len(args) :]]
-        for name, value in kwargs.items():
-            if name in self.names[len(args) :]:
-                values[self.names.index(name)] = value
-            elif name in self.names or not self._takes_any:
-                return None
-        is_whole = len(args) <= self.positional and all(value is not inspect.Parameter.empty for value in values)
-        for place in self._unread if is_whole else ():
-            values[place] = self.defaults[place]
-        return [*self._turn(values, self._angles)] if is_whole else None
+        try:
+            given = self._own.bind(*args, **kwargs)
+        except TypeError:
+            return None
+        given.apply_defaults()
+        values = [self.defaults[i] if i in self._unread else given.arguments[n] for i, n in enumerate(self.names)]
+        return [*self._turn(values, self._angles)]
 
     def call(self, function: Callable, values: Sequence[Any]) -> Any:
         """Call a function with what each parameter is given, rotated first, and leave what is beyond that."""

@@ -17,21 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.recognition.computed import Computed
+from kernels_ext_npu.recognition.computed import Computed, NotRecognisedError, OwnOperatorError
 from kernels_ext_npu.recognition.module_settings import is_config, is_linear, is_opaque, names_read, numbers
 from kernels_ext_npu.recognition.routers.formulas import Gating, Output, Router, spread
 from kernels_ext_npu.recognition.routers.roundings import DTYPES, find_dtypes
 from kernels_ext_npu.recognition.routers.trials import RouterTrial, read_output, read_weights
-from kernels_ext_npu.recognition.watched_runs import (
-    ANYTHING,
-    NotRecognisedError,
-    OwnOperatorError,
-    are_same,
-    check_sizes,
-    is_close,
-    taken_shapes,
-    takes,
-)
+from kernels_ext_npu.recognition.watched_runs import ANYTHING, are_same, check_sizes, is_close, taken_shapes, takes
 
 _TOP_K = re.compile("top_?k")
 _CHOOSING = re.compile("top_?k|sort|max")  # in the names that a forward reads which chooses
@@ -77,15 +68,11 @@ def find_router(module: nn.Module) -> Computed | None:
 
 
 class _Search:
-    """The search for how a module routes.
-
-    Attributes:
-        routes: whether it was seen to return experts and weights.
-    """
+    """The search for how a module routes."""
 
     def __init__(self, module: nn.Module, weight: str, is_transposed: bool, most: int | None) -> None:
         self.trial = RouterTrial(module, weight, is_transposed, most)
-        self.routes = False
+        self.routes = False  # whether it was seen to return experts and weights
         configs = [vars(value) for value in vars(module).values() if is_config(value)]
         written = numbers(module) | {n for config in configs for n in config.values() if type(n) in (int, float)}
         self.numbers = sorted(n for n in written if 0 < abs(n) < 1e9)

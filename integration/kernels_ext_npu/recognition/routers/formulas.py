@@ -80,30 +80,16 @@ class Dtypes(NamedTuple):
 
 
 class Router(NamedTuple):
-    """A module that gives experts and their weights for each token.
+    """A module that gives experts and their weights for each token."""
 
-    Attributes:
-        gating: how it chooses of logits.
-        weight: the path of the weight of the product that gives these.
-        is_transposed: whether the weight is ``[H, E]``.
-        child: the linear layer that is called for the product, if one is.
-        bias: the path of what is added to scores for the choice alone.
-        offset: the path of what is added to logits.
-        outputs: what it returns.
-        dims: how many dimensions its argument may have.
-        dtypes: those in which it is known to compute.
-        has_gradient: whether it computes the same where a gradient is asked for, and has the same.
-        trains: whether it does in training.
-    """
-
-    gating: Gating
-    weight: str
-    is_transposed: bool = False
-    child: str | None = None
-    bias: str | None = None
-    offset: str | None = None
-    outputs: tuple[Output, ...] = ()
-    dims: tuple[int, ...] = ()
-    dtypes: tuple[Dtypes, ...] = ()
-    has_gradient: bool = False
-    trains: bool = False
+    gating: Gating  # how it chooses of logits
+    weight: str  # the path of the weight of the product that gives these
+    is_transposed: bool = False  # whether the weight is ``[H, E]``
+    child: str | None = None  # the linear layer that is called for the product, if one is
+    bias: str | None = None  # the path of what is added to scores for the choice alone
+    offset: str | None = None  # the path of what is added to logits
+    outputs: tuple[Output, ...] = ()  # what it returns
+    dims: tuple[int, ...] = ()  # how many dimensions its argument may have
+    dtypes: tuple[Dtypes, ...] = ()  # those in which it is known to compute
+    has_gradient: bool = False  # whether it computes the same where a gradient is asked for, and has the same
+    trains: bool = False  # whether it does in training

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels_ext_npu.recognition.computed import NotRecognisedError
 from kernels_ext_npu.recognition.module_settings import is_setting
 from kernels_ext_npu.recognition.routers.formulas import Output, Router
-from kernels_ext_npu.recognition.watched_runs import CLAMPS, NotRecognisedError, Watched, is_close, run
+from kernels_ext_npu.recognition.watched_runs import CLAMPS, Watched, is_close, run
 
 _FACTORS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # where products have what is multiplied with the weight
 _MANY = 2048  # rows, among which formulas differ that are not the same for most of them
@@ -25,16 +26,11 @@ _OPERATORS = frozenset(
 
 
 class WatchedRouter(Watched):
-    """Lets topk sort what it gives, since nobody may rely on another order, and keeps the dtypes that decide.
-
-    Attributes:
-        multiplied: of what was multiplied with a matrix.
-        compared: of what was compared.
-    """
+    """Lets topk sort what it gives, since nobody may rely on another order, and keeps the dtypes that decide."""
 
     def __init__(self) -> None:
         super().__init__(_OPERATORS)
-        self.multiplied: list[torch.dtype] = []
+        self.multiplied: list[torch.dtype] = []  # of what was multiplied with a matrix
         self.compared: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,19 +67,17 @@ class _Linear(nn.Module):
 class RouterTrial:
     """A module that may be a router, and random tensors in place of its own.
 
-    Attributes:
+    Args:
+        module: the module.
         weight: the path of the matrix, which is ``[E, H]`` or, transposed, ``[H, E]``.
-        child: the linear layer whose matrix it is; None if it is its own.
-        is_child_called: whether the last run called that.
-        vectors: the paths of tensors with a number for each expert.
-        tensors: all tensors, by their paths.
+        is_transposed: whether it is.
+        most: how many numbers it is wide at most, where any are said.
     """
 
     def __init__(self, module: nn.Module, weight: str, is_transposed: bool, most: int | None = None) -> None:
-        """Make a trial with a matrix that is no wider than so many numbers, where any are said."""
         self.module, self.weight, self.is_transposed = module, weight, is_transposed
-        self.child = weight.rpartition(".")[0] or None
-        self.is_child_called = False
+        self.child = weight.rpartition(".")[0] or None  # the linear layer whose matrix it is; None if it is its own
+        self.is_child_called = False  # by the last run
         own: dict[str, Any] = {**module._parameters, **module._buffers}
         linear: Any = module._modules[self.child] if self.child else None
         if linear is not None:
@@ -94,8 +88,8 @@ class RouterTrial:
         self.experts, self.full_width = self.shapes[weight][0][:: -1 if is_transposed else 1]
         self.width = min(self.full_width, most or self.full_width)
         sized = [name for name, (shape, _) in self.shapes.items() if shape.numel() == self.experts]
-        self.vectors = [name for name in sized if self.shapes[name][1].is_floating_point]
-        self.tensors: dict[str, Tensor] = {}
+        self.vectors = [name for name in sized if self.shapes[name][1].is_floating_point]  # a number for each expert
+        self.tensors: dict[str, Tensor] = {}  # by their paths
 
     def draw_matrix(self, dtype: torch.dtype) -> None:
         """Draw a matrix of a dtype, and what is beside it."""
@@ -150,20 +144,11 @@ class RouterTrial:
         self, x: Tensor, tensors: dict[str, Tensor], watch: WatchedRouter | None = None, training: bool = False
     ) -> Any:
         """Return what the forward returns for x and tensors in place of its own."""
-        places = self.module._parameters, self.module._buffers
-        parameters, buffers = ({name: tensors.get(name) for name in place} for place in places)
         children: dict[str, Any] = {}
         if self.child:
             children[self.child] = _Linear(tensors[self.weight], tensors.get(f"{self.child}.bias"))
-        result = run(
-            self.module,
-            x,
-            parameters=parameters,
-            buffers=buffers,
-            children=children,
-            training=training,
-            watch=watch or WatchedRouter(),
-        )
+        watch = watch or WatchedRouter()
+        result = run(self.module, x, tensors=tensors, children=children, training=training, watch=watch)
         self.is_child_called = any(child.is_called for child in children.values())
         return result
 

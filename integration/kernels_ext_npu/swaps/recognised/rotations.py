@@ -119,7 +119,7 @@ def _make_method(original: FunctionType | staticmethod, rotations: Rotations) ->
     def method(*args: Any, **kwargs: Any) -> Any:
         module, given = ((), args) if is_static else (args[:1], args[1:])
         for found, rotate in () if torch.compiler.is_compiling() else rotations.items():
-            if found.fits(*module):
+            if found.holds(*module):
                 return rotate(functools.partial(function, *module), given, kwargs)
         return function(*args, **kwargs)
 

@@ -89,8 +89,8 @@ def test_all_experts_are_computed_at_once_and_the_host_does_not_wait(plain) -> N
     counters = npu_counts.read()
     assert counters["npu_grouped_matmul"] == 2
     assert counters["stream_syncs"] == counters["device_to_host_copies"] == 0
-    expected[0].square().sum().backward()
-    found[0].square().sum().backward()
+    for results in (found, expected):
+        sum(each.square().sum() for each in results if each.requires_grad).backward()
     for a, b in zip(found, expected, strict=True):  # sums of some products of float32 in another order
         torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-4)
@@ -362,7 +362,7 @@ def test_the_report_says_why_a_block_computes_its_experts_one_after_the_other() 
 
     row = find_row(in_a_model(Remembering()))
     assert (row.kernel, row.swapped, row.kind, row.reason.code) == (None, False, "experts", "unknown")
-    seen = "it keeps a number that is no loss which balances experts"
+    seen = "it keeps or returns a number that is no loss which balances experts"
     assert row.reason == f"its experts are computed one after the other: {seen}"
 
 

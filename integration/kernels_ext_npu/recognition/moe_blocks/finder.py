@@ -20,7 +20,7 @@ from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.recognition.computed import Computed, NotRecognised, NotRecognisedError, Recognised
 from kernels_ext_npu.recognition.module_settings import Settings, is_linear, numbers
 from kernels_ext_npu.recognition.moe_blocks.children import longest_list, read_experts, read_gate, shared_paths
-from kernels_ext_npu.recognition.moe_blocks.formulas import Choice, Experts, Mode, MoEBlock, possible_choices
+from kernels_ext_npu.recognition.moe_blocks.formulas import Balance, Choice, Experts, Mode, MoEBlock, possible_choices
 from kernels_ext_npu.recognition.moe_blocks.runs import BlockRun, Parts, Probe
 from kernels_ext_npu.recognition.purity import impurity
 from kernels_ext_npu.recognition.watched_runs import MAGNITUDES, attempt, autocast, takes
@@ -31,7 +31,7 @@ _LARGEST = 2**22  # values in what is tried
 _ONE_BY_ONE = "its experts are computed one after the other"
 _OTHER_EXPERTS = "they are no gated MLPs that a kernel computes"
 _IN_SEVERAL_LISTS = "their projections are in several lists"
-_OTHER_LOSS = "it keeps a number that is no loss which balances experts"
+_OTHER_LOSS = "it keeps or returns a number that is no loss which balances experts"
 
 
 def find_moe_block(
@@ -122,14 +122,16 @@ class _Trial:
         if first.top_k == self.parts.experts.number:
             self.seen = "each of them computes every token"
         probes = self._probes(shapes)
-        found: dict[bool, tuple[Mode, Choice | None]] = {}
+        found: dict[bool, dict[Choice | None, Mode]] = {}
         for training in (False, True):
-            terms = self._attempt(self._find_mode, probes, first.top_k, training)
-            if terms is not None:
-                found[training] = terms
-        choices = {choice for _, choice in found.values()}
-        if len(choices) != 1 or first.top_k == 0:
+            modes = self._attempt(self._find_modes, probes, first.top_k, training)
+            if modes is not None:
+                found[training] = modes
+        # rounding may leave several to one of the modes
+        choices = [each for each in next(iter(found.values()), {}) if all(each in modes for modes in found.values())]
+        if not choices or first.top_k == 0:
             return None
+        choice, *_ = choices
         training, narrow = False not in found, Probe(shapes[0], torch.bfloat16)
         with autocast(True):
             cast = self._attempt(self._run, narrow._replace(is_cast=True), training)
@@ -144,11 +146,11 @@ class _Trial:
             index_at=gate.index_at,
             weights_at=gate.weights_at,
             top_k=first.top_k,
-            choice=choices.pop(),
+            choice=choice,
             shared=parts.shared,
             shares_rows=first.shares_rows,
             shared_gate=parts.shared_gate,
-            modes=tuple((training, mode) for training, (mode, _) in found.items()),
+            modes=tuple((training, modes[choice]) for training, modes in found.items()),
         )
 
     def _probes(self, shapes: list[tuple[int, ...]]) -> list[Probe]:
@@ -183,8 +185,8 @@ class _Trial:
     def _run(self, probe: Probe, training: bool) -> BlockRun:
         return BlockRun(self.parts, probe, self.width, training)
 
-    def _find_mode(self, probes: list[Probe], top_k: int, training: bool) -> tuple[Mode, Choice | None] | None:
-        """Return what the block does in training or not, if it does it with all probes."""
+    def _find_modes(self, probes: list[Probe], top_k: int, training: bool) -> dict[Choice | None, Mode] | None:
+        """Return what the block does in training or not, if it does it with all probes, by how it may choose."""
         gate = self.parts.gate
         choices: list[Any] = [None]
         if gate.index_at is None:
@@ -199,10 +201,18 @@ class _Trial:
             terms = [each for each in terms if run.agrees(*each)]
             if not terms or run.structure != runs[0].structure:
                 return None
-        is_detached, loss, choice = terms[0]
-        returned, written = runs[0].structure
-        if (balance := runs[0].find_balance(choice, self._named(float))) is not None:
-            written = tuple((name, balance if each is ... else each) for name, each in written)
-        if not all(run.balances(balance, choice) for run in runs):
+        modes: dict[Choice | None, Mode] = {}
+        for is_detached, loss, choice in terms:
+            balance = runs[0].find_balance(choice, self._named(float))
+            if choice not in modes and all(run.balances(balance, choice) for run in runs):
+                modes[choice] = Mode(is_detached, loss, *_with_loss(runs[0].structure, balance))
+        if not modes:
             raise NotRecognisedError(_OTHER_LOSS)
-        return Mode(is_detached, loss, returned, written), choice
+        return modes
+
+
+def _with_loss(structure: Any, balance: Balance | None) -> Any:
+    """Return what a block gave with the loss that it is in the place of `Balance`."""
+    if type(structure) is tuple:
+        return tuple(_with_loss(each, balance) for each in structure)
+    return balance if structure is Balance else structure

@@ -88,7 +88,7 @@ class Routed(NamedTuple):
 
 
 class Balance(NamedTuple):
-    """A loss that a block keeps: ``factor · Σ share of tokens · mean score`` over the experts.
+    """A loss that a block keeps or returns: ``factor · Σ share of tokens · mean score`` over the experts.
 
     That of Switch Transformers (arXiv:2101.03961, equation 4). A factor of 0 stands for a zero without a gradient.
     """
@@ -109,7 +109,8 @@ class Mode(NamedTuple):
 
     is_detached: bool  # whether no gradient goes through the experts
     loss: int | None  # where in what the gate returns a loss is, whose gradient is 1 whatever the output is used for
-    returned: Any = ...  # what is returned: ``...`` for the output, or a tuple of that, settings and `Routed`
+    # what is returned: ``...`` for the output, or a tuple of that, settings, `Routed` and `Balance`
+    returned: Any = ...
     # the attributes that it sets and does not read, each to a setting, `Routed` or `Balance`
     written: tuple[tuple[str, Any], ...] = ()
 

@@ -87,8 +87,8 @@ class BlockRun:
         self._y: Tensor | None = None
         self._loss: Tensor | None = None
         returned = self._read(result)
-        # what it returned, and what it wrote, as `Mode` has both; ``...`` for a loss that was written
-        self.structure = returned, tuple((name, self._read_member(each)) for name, each in members.items())
+        # what it returned, and what it wrote, as `Mode` has both; `Balance` itself for a loss
+        self.structure = returned, tuple((name, self._read(each)) for name, each in members.items())
         if self._y is None or self._y.dtype is not x.dtype:
             raise NotRecognisedError(_SOMETHING_ELSE)
 
@@ -131,13 +131,16 @@ class BlockRun:
         return self._gives if isinstance(self._gives, (tuple, list)) else [self._gives]
 
     def _read(self, result: Any) -> Any:
-        """Return what a part of the result is, and keep the output."""
+        """Return what a part of the result is, or an attribute is set to, and keep the output and a loss."""
         if type(result) is tuple:
             return tuple(map(self._read, result))
         if not isinstance(result, Tensor):
             if is_plain(result):
                 return result
             raise NotRecognisedError(_SOMETHING_ELSE)
+        if result.dim() == 0 and self.parts.gate.index_at is None and (self._loss is None or self._loss is result):
+            self._loss = result
+            return Balance
         for place, each in enumerate(self._parts_given()):
             if isinstance(each, Tensor) and each.dtype is result.dtype and _has_values(result, each):
                 is_by_sequence = result.shape != each.shape
@@ -150,16 +153,8 @@ class BlockRun:
         self._y = result
         return ...
 
-    def _read_member(self, value: Any) -> Any:
-        """Return what an attribute is set to, and keep a loss."""
-        is_number = isinstance(value, Tensor) and value.dim() == 0 and self.parts.gate.index_at is None
-        if not is_number or self._loss is not None:
-            return self._read(value)
-        self._loss = value
-        return ...
-
     def find_balance(self, choice: Choice | None, named: set[float]) -> Balance | None:
-        """Return which loss it wrote, whose factor is made of numbers that it names; None without one."""
+        """Return which loss it gave, whose factor is made of numbers that it names; None without one."""
         if self._loss is None or choice is None:
             return None
         number, top_k = self.parts.experts.number, self.top_k
@@ -168,7 +163,7 @@ class BlockRun:
         return next((each for each in found if self.balances(each, choice)), None)
 
     def balances(self, balance: Balance | None, choice: Choice | None) -> bool:
-        """Tell whether it wrote a loss, and its gradient is that of it; without one, whether it wrote none."""
+        """Tell whether it gave a loss, and its gradient is that of it; without one, whether it gave none."""
         theirs, logits = self._loss, self._gives
         if theirs is None or balance is None or choice is None:
             return theirs is None

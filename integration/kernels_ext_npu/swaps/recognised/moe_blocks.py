@@ -7,6 +7,7 @@ forward of the block's class loops over them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -58,11 +59,15 @@ def make_block_forward(what: Recognised, matched: FunctionType) -> FunctionType:
         with torch.no_grad() if mode.is_detached else nullcontext():
             y = package.expert_lists.fused_listed_experts(experts, rows, index, weights).view(x.shape)
         y = y if mode.loss is None else AddedLoss.apply(y, given[mode.loss])
+        y = _with_shared(self, block, x, rows, y)
+
+        @functools.cache
+        def loss(balance: Balance) -> Tensor:
+            return balance.compute(choice, given[0].flatten(0, -2), index)
+
         for name, part in mode.written:
-            is_loss = isinstance(part, Balance)
-            value = part.compute(choice, given[0].flatten(0, -2), index) if is_loss else _returned(part, y, given)
-            setattr(self, name, value)
-        return _returned(mode.returned, _with_shared(self, block, x, rows, y), given)
+            setattr(self, name, _returned(part, y, given, loss))
+        return _returned(mode.returned, y, given, loss)
 
     return guarded_forward(forward, matched, holds)  # type: ignore[arg-type]
 
@@ -146,13 +151,15 @@ def _with_shared(module: Any, block: MoEBlock, x: Tensor, rows: Tensor, y: Tenso
     return y + more
 
 
-def _returned(structure: Any, y: Tensor, given: Any) -> Any:
-    """Return what a block returns: its output, beside what the gate gave."""
+def _returned(structure: Any, y: Tensor, given: Any, loss: Callable[[Balance], Tensor]) -> Any:
+    """Return what a block returns: its output, beside what the gate gave, and a loss of that."""
     if structure is ...:
         return y
+    if isinstance(structure, Balance):
+        return loss(structure)
     if isinstance(structure, Routed):
         found = given[structure.place]
         if structure.is_by_sequence:
             return found.view(*y.shape[:-1], -1)
         return found.flatten(0, -2) if found.dim() > 2 else found
-    return tuple(_returned(each, y, given) for each in structure) if type(structure) is tuple else structure
+    return tuple(_returned(each, y, given, loss) for each in structure) if type(structure) is tuple else structure

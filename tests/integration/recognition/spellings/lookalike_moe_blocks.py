@@ -175,6 +175,13 @@ class KeepsAnotherLoss(Like):
         return weights, chosen
 
 
+class ReturnsAnotherLoss(Like):
+    """That of large logits, not of loads."""
+
+    def forward(self, x):
+        return super().forward(x), self.gate(x).logsumexp(-1).square().mean()
+
+
 class AddsTheLossThatItKept(Like):
     loss = 0.0
 

@@ -357,6 +357,29 @@ class BalancingBlock(nn.Module):
         return y.view(x.shape)
 
 
+class BlockWithLoss(nn.Module):
+    """Returns that loss beside its output, in the dtype of the scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+
+    def forward(self, x):
+        flat = x.reshape(-1, WIDTH)
+        scores = self.gate(flat).softmax(-1)
+        weights, chosen = scores.topk(CHOSEN, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        y = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            gets = chosen == number
+            rows = gets.any(-1).nonzero().squeeze(-1)
+            if rows.numel():
+                y.index_add_(0, rows, expert(flat[rows]) * (weights * gets).sum(-1)[rows, None])
+        loss = EXPERTS * (F.one_hot(chosen, EXPERTS).float().sum(1).mean(0) * scores.mean(0)).sum()
+        return y.view(x.shape), loss
+
+
 MOE_BLOCKS = (
     SortingBlock,
     ReportingBlock,
@@ -371,4 +394,5 @@ MOE_BLOCKS = (
     SequenceBlock,
     KeepingBlock,
     BalancingBlock,
+    BlockWithLoss,
 )

@@ -154,7 +154,8 @@ def has_gated_projections(module: nn.Module) -> bool:
 
 def calls_attention_by_name(cls: type[nn.Module]) -> bool:
     """Tell whether the forward of a class calls the attention that its config names."""
-    return referenced_names(inspect.unwrap(cls.forward)) >= _ATTENTION_BY_NAME
+    forward = inspect.unwrap(cls.forward)
+    return isinstance(forward, FunctionType) and code_names(forward.__code__) >= _ATTENTION_BY_NAME
 
 
 def attends(cls: type[nn.Module]) -> bool:

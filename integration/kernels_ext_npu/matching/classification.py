@@ -294,8 +294,7 @@ def without_code(reason: Reason) -> str:
 
 def _looks_gated(cls: type[nn.Module]) -> bool:
     """Tell whether a forward has an activation and a product."""
-    forward = inspect.unwrap(cls.forward)
-    tree = function_tree(forward) if isinstance(forward, FunctionType) else None
+    tree = function_tree(inspect.unwrap(cls.forward))
     if tree is None or not _ACTIVATIONS.search(ast.unparse(tree)):
         return False
     return any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) for node in ast.walk(tree))

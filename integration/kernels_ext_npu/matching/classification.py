@@ -154,7 +154,8 @@ def has_gated_projections(module: nn.Module) -> bool:
 
 def calls_attention_by_name(cls: type[nn.Module]) -> bool:
     """Tell whether the forward of a class calls the attention that its config names."""
-    return referenced_names(inspect.unwrap(cls.forward)) >= _ATTENTION_BY_NAME
+    forward = inspect.unwrap(cls.forward)
+    return isinstance(forward, FunctionType) and code_names(forward.__code__) >= _ATTENTION_BY_NAME
 
 
 def attends(cls: type[nn.Module]) -> bool:
@@ -293,8 +294,7 @@ def without_code(reason: Reason) -> str:
 
 def _looks_gated(cls: type[nn.Module]) -> bool:
     """Tell whether a forward has an activation and a product."""
-    forward = inspect.unwrap(cls.forward)
-    tree = function_tree(forward) if isinstance(forward, FunctionType) else None
+    tree = function_tree(inspect.unwrap(cls.forward))
     if tree is None or not _ACTIVATIONS.search(ast.unparse(tree)):
         return False
     return any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) for node in ast.walk(tree))

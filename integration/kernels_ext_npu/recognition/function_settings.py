@@ -14,7 +14,7 @@ from kernels_ext_npu.syntax.source_tree import code_names, written_globals
 from kernels_ext_npu.transformers_internals import cells, is_kernel_function, original_function
 
 Setting = tuple[dict[str, Any], str, Any]  # globals, a name in them, and what it was
-_PURE = ("torch.", "einops")  # libraries whose functions read nothing that changes
+_PURE = ("torch.", "einops.")  # libraries whose functions read nothing that changes
 IN_PLACE = "_kernels_in_place_of"  # attribute of a method of ours: the one of the class
 CONSTANTS = (bool, int, float, str, type(None), torch.dtype, enum.Enum)
 
@@ -52,10 +52,10 @@ def reached_functions(function: Any, cls: type, libraries: tuple[str, ...]) -> l
         value = value.fget if isinstance(value, property) else value
         if isinstance(value, (FunctionType, staticmethod, classmethod)):
             value = own_method(value)
-        # an object of a library may import that when it is asked, and its wrappers say that they are of other files
-        if not isinstance(value, FunctionType) or value in found:
+        if not isinstance(value, FunctionType) or value in found:  # an object of a library may import when it is asked
             continue
-        found[value] = not str(value.__globals__.get("__name__", "")).startswith(libraries)
+        # a wrapper of a library's says that it is of the module of what it wraps
+        found[value] = not f"{value.__globals__.get('__name__', '')}.".startswith(libraries)
         waiting += [inspect.unwrap(value), *cells(value).values()]
         if found[value]:
             names = code_names(value.__code__)

@@ -51,8 +51,8 @@ def _is_learned(value: object) -> bool:
 @cache
 def _sources_of_masks(cls: type[nn.Module]) -> tuple[Sources, Sources]:
     """Return the sources of the masks that a forward hands to modules, and of those for attention functions."""
-    forward = inspect.unwrap(cls.forward)
-    tree = function_tree(forward) if isinstance(forward, FunctionType) else None
+    forward: Any = inspect.unwrap(cls.forward)
+    tree = function_tree(forward)
     if tree is None:
         return _NOTHING, _NOTHING
     flow = _Flow(cls, tree, forward.__globals__, {})

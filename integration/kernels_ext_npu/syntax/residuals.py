@@ -114,8 +114,7 @@ class LayerLoop:
 @cache
 def layer_loop(forward: object) -> LayerLoop | None:
     """Return the loop over layers of a forward; None where it has none, or its source cannot be read."""
-    written = _below_decorators(forward)
-    tree = None if written is None else function_tree(written)
+    tree = function_tree(_below_decorators(forward))
     if tree is None or not tree.args.args:
         return None
     module, *parameters = [argument.arg for argument in tree.args.args]

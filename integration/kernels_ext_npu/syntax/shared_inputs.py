@@ -15,7 +15,6 @@ import ast
 import functools
 import inspect
 import re
-from types import FunctionType
 
 from torch import nn
 
@@ -26,12 +25,11 @@ _PERHAPS = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.SetComp, ast.Di
 
 def layers_of_one_input(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     """Return the names of layers that the forward of a module's class calls with one input, in their order."""
-    forward = inspect.unwrap(type(module).forward)
-    return _groups_in(forward) if isinstance(forward, FunctionType) else ()
+    return _groups_in(inspect.unwrap(type(module).forward))
 
 
 @functools.cache
-def _groups_in(forward: FunctionType) -> tuple[tuple[str, ...], ...]:
+def _groups_in(forward: object) -> tuple[tuple[str, ...], ...]:
     tree = function_tree(forward)
     if tree is None or not tree.args.args:
         return ()

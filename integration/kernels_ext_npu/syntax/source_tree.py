@@ -20,7 +20,7 @@ _MAKE = "_kernels_make"
 _sources: dict[tuple[CodeType, str], str | None] = {}  # by file too: equal lines of two files are equal code
 
 
-def function_tree(function: FunctionType) -> ast.FunctionDef | None:
+def function_tree(function: object) -> ast.FunctionDef | None:
     """Return the syntax tree of a function with its decorators; None where `function_source` has none.
 
     Only the source is cached: the caller may change the tree.
@@ -29,9 +29,9 @@ def function_tree(function: FunctionType) -> ast.FunctionDef | None:
     return tree if isinstance(tree, ast.FunctionDef) else None
 
 
-def function_source(function: FunctionType) -> str | None:
+def function_source(function: object) -> str | None:
     """Return the source of a function; None if it wraps another, or its source cannot be read or is no statement."""
-    if hasattr(function, "__wrapped__"):  # whose source inspect would read
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):  # whose source inspect would read
         return None
     key = function.__code__, function.__code__.co_filename
     if key not in _sources:

@@ -51,7 +51,7 @@ def find_moe_block(
         return _refused(parts) if _sends_to_a_list(module) else None
     trial = _Trial(parts, settings)
     block = trial.find()
-    return _refused(trial.seen) if block is None else Computed("GatedMoEBlock", block=block)
+    return _refused(trial.seen[-1].seen) if block is None else Computed("GatedMoEBlock", block=block)
 
 
 def _refused(seen: str) -> Computed:
@@ -106,13 +106,14 @@ class _Trial:
 
     def __init__(self, parts: Parts, settings: Settings) -> None:
         self.parts, self.settings, self.width = parts, settings, _WIDTH
-        self.seen = "what it gives is not the weighted sum of what they give"  # why it is not known
+        # why it is not known: the last counts
+        self.seen = [NotRecognised("what it gives is not the weighted sum of what they give")]
 
     def find(self) -> MoEBlock | None:
         """Return what the block computes in both modes, or in one of them."""
         for width in (_WIDTH, self.parts.experts.width):
             self.width = width
-            firsts = {tokens: self._attempt(self._run, Probe(tokens), False) for tokens in ((2, 3), (6,))}
+            firsts = {each: attempt(self._run, Probe(each), False, seen=self.seen) for each in ((2, 3), (6,))}
             shapes: list[Any] = [tokens for tokens, first in firsts.items() if first is not None]
             if shapes:
                 break
@@ -120,11 +121,11 @@ class _Trial:
             return None
         first: BlockRun = firsts[shapes[0]]
         if first.top_k == self.parts.experts.number:
-            self.seen = "each of them computes every token"
+            self.seen.append(NotRecognised("each of them computes every token"))
         probes = self._probes(shapes)
         found: dict[bool, dict[Choice | None, Mode]] = {}
         for training in (False, True):
-            modes = self._attempt(self._find_modes, probes, first.top_k, training)
+            modes = attempt(self._find_modes, probes, first.top_k, training, seen=self.seen)
             if modes is not None:
                 found[training] = modes
         # rounding may leave several to one of the modes
@@ -134,7 +135,7 @@ class _Trial:
         choice, *_ = choices
         training, narrow = False not in found, Probe(shapes[0], torch.bfloat16)
         with autocast(True):
-            cast = self._attempt(self._run, narrow._replace(is_cast=True), training)
+            cast = attempt(self._run, narrow._replace(is_cast=True), training, seen=self.seen)
         parts, gate = self.parts, self.parts.gate
         return MoEBlock(
             experts=parts.experts,
@@ -173,14 +174,6 @@ class _Trial:
         """Return the numbers of a kind that the code of the block names or reads."""
         read = {frozen[1] for _, frozen in self.settings.members if frozen[0] is kind}
         return numbers(self.parts.module, kind) | read
-
-    def _attempt(self, find: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what is found; None if a forward raises, or does what none does that is known, which is kept."""
-
-        seen: list[NotRecognised] = []
-        found = attempt(find, *arguments, seen=seen)
-        self.seen = seen[0].seen if seen else self.seen
-        return found
 
     def _run(self, probe: Probe, training: bool) -> BlockRun:
         return BlockRun(self.parts, probe, self.width, training)

@@ -17,12 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.reasons import Reason
-from kernels_ext_npu.recognition.computed import Computed, NotRecognisedError, OwnOperatorError
+from kernels_ext_npu.recognition.computed import Computed, NotRecognised, NotRecognisedError
 from kernels_ext_npu.recognition.module_settings import is_config, is_linear, is_opaque, names_read, numbers
 from kernels_ext_npu.recognition.routers.formulas import Gating, Output, Router, spread
 from kernels_ext_npu.recognition.routers.roundings import DTYPES, find_dtypes
 from kernels_ext_npu.recognition.routers.trials import RouterTrial, read_output, read_weights
-from kernels_ext_npu.recognition.watched_runs import ANYTHING, are_same, check_sizes, is_close, taken_shapes, takes
+from kernels_ext_npu.recognition.watched_runs import (
+    ANYTHING,
+    are_same,
+    attempt,
+    check_sizes,
+    is_close,
+    taken_shapes,
+    takes,
+)
 
 _TOP_K = re.compile("top_?k")
 _CHOOSING = re.compile("top_?k|sort|max")  # in the names that a forward reads which chooses
@@ -54,16 +62,11 @@ def find_router(module: nn.Module) -> Computed | None:
     refused, is_called_so = None, _CALLED_SO.search(type(module).__name__) and any(map(_TOP_K.search, names))
     for is_transposed, width in product((False,) if children else (False, True), (_WIDTH, None)):
         search = _Search(module, own[0] if own else f"{children[0]}.weight", is_transposed, width)
-        try:
-            if (found := search.find()) is not None:
-                return found
-        except OwnOperatorError:
-            raise
-        except NotRecognisedError as error:
-            if search.routes or is_called_so:
-                refused = refused or Reason("unknown", f"no kernel computes what its forward computes: {error}")
-        except ANYTHING:  # it is given a matrix that lies the other way
-            continue
+        seen: list[NotRecognised] = []
+        if (found := attempt(search.find, seen=seen)) is not None:  # or it is given a matrix that lies the other way
+            return found
+        if seen and (search.routes or is_called_so):
+            refused = refused or Reason("unknown", f"no kernel computes what its forward computes: {seen[0].seen}")
     return None if refused is None else Computed("SoftmaxTopKRouter", refused=refused)
 
 

@@ -61,7 +61,6 @@ def make_block_forward(what: Recognised, matched: FunctionType) -> FunctionType:
         y = y if mode.loss is None else AddedLoss.apply(y, given[mode.loss])
         y = _with_shared(self, block, x, rows, y)
 
-        @functools.cache
         def loss(balance: Balance) -> Tensor:
             return balance.compute(choice, given[0].flatten(0, -2), index)
 

@@ -76,7 +76,8 @@ def install(registration: Registration) -> None:
         # For torch's context parallelism it refuses windows and removes masks: the kernel computes both there.
         patches.method(accelerator, _DROPS_MASKS, calls.attach_context_parallel_hooks, is_registered)
     # They branch by whether a name has "flash" in it: neither that of ours nor sdpa says what they want to know.
-    flash_attention_requested.patch_all(patches)
+    asking = {file for file in list(sys.modules) if file.startswith("transformers.")}
+    flash_attention_requested.patch_files(asking, patches)
 
 
 def find(view: View) -> Iterator[Decision]:

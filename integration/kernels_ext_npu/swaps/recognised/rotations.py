@@ -27,6 +27,7 @@ from kernels_ext_npu.recognition.function_settings import IN_PLACE
 from kernels_ext_npu.recognition.module_settings import has_settings
 from kernels_ext_npu.recognition.rotations.functions import Plan, Rotation, ask, make_question
 from kernels_ext_npu.recognition.rotations.modules import held_tensors
+from kernels_ext_npu.swaps.recognised.layer_forwards import Members
 
 if TYPE_CHECKING:
     from kernels_ext_npu.recognition.computed import Recognised
@@ -78,20 +79,13 @@ def make_table_forward(package: ModuleType, what: Recognised, matched: FunctionT
         is_aside |= inv_freq.requires_grad or inv_freq.dim() != 1 or x.device != position_ids.device
         if is_aside or position_ids.dim() != 2 or position_ids.is_floating_point():
             return matched(self, x, position_ids)
-        return layer(_Frequencies(inv_freq, **numbers), x, position_ids)
+        return layer(Members(inv_freq=inv_freq, **numbers), x, position_ids)
 
     def longer_forward(self: nn.Module, x: Tensor, position_ids: Tensor, unread: Any = None) -> tuple[Tensor, Tensor]:
         return forward(self, x, position_ids)
 
     takes_more = len(inspect.signature(matched).parameters) > 3
     return guarded_forward(longer_forward if takes_more else forward, matched, holds)  # type: ignore[arg-type]
-
-
-class _Frequencies:
-    """What a layer reads of a module that makes cos and sin. torch.compile knows no SimpleNamespace."""
-
-    def __init__(self, inv_freq: Any, attention_scaling: float) -> None:
-        self.inv_freq, self.attention_scaling = inv_freq, attention_scaling
 
 
 def place_method(cls: type, name: str, found: Rotation) -> None:

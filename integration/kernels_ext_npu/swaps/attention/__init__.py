@@ -140,12 +140,8 @@ def _function(module: nn.Module) -> str | None:
 
 def _is_called_by_transformers(view: View, path: str, module: nn.Module) -> bool:
     """Tell whether a module is torch's, inside one of transformers: most of these ask for weights."""
-    if not isinstance(module, nn.MultiheadAttention):
-        return False
-    owner = path.rpartition(".")[0]
-    return any(
-        type(each).__module__.startswith("transformers.") for other, each in view.named if other == owner != path
-    )
+    owner = view.model.get_submodule(path.rpartition(".")[0])
+    return isinstance(module, nn.MultiheadAttention) and type(owner).__module__.startswith("transformers.")
 
 
 def _refusal(module: nn.Module) -> str | None:

@@ -192,22 +192,16 @@ def _make_forward(what: Recognised, matched: FunctionType) -> FunctionType:
 @functools.cache
 def _forward_with(package: ModuleType, what: Recognised, matched: FunctionType) -> FunctionType:
     """Return the forward that computes by a layer what a module was recognised as."""
+    from kernels_ext_npu.swaps.recognised import layer_forwards, moe_blocks, rotations  # other people's models alone
+
     if what.computed.rotation is not None:
-        from kernels_ext_npu.swaps.recognised.rotations import make_module_forward
-
-        made = make_module_forward(what, matched)
+        made = rotations.make_module_forward(what, matched)
     elif KIND_OF_LAYER[what.computed.layer] is TABLES:
-        from kernels_ext_npu.swaps.recognised.rotations import make_table_forward
-
-        made = make_table_forward(package, what, matched)
+        made = rotations.make_table_forward(package, what, matched)
     elif what.computed.block is not None:
-        from kernels_ext_npu.swaps.recognised import moe_blocks
-
         made = moe_blocks.make_block_forward(what, matched)
     else:
-        from kernels_ext_npu.swaps.recognised.layer_forwards import make_layer_forward
-
-        made = make_layer_forward(package, what, matched)
+        made = layer_forwards.make_layer_forward(package, what, matched)
     setattr(made, _WHAT, what)
     return marked(made, RECOGNISED)
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from rich import box
@@ -120,9 +120,8 @@ class Report:
 
 
 def _as_fields(row: Row) -> dict[str, Any]:
-    fields = asdict(row)
-    fields["class"] = fields.pop("class_name")
-    return {key: fields[key] for key in ("path", "class", "kernel", "swapped", "reason")}
+    named = {"path": row.path, "class": row.class_name, "kernel": row.kernel}
+    return named | {"swapped": row.swapped, "reason": row.reason}
 
 
 def report(model: nn.Module) -> Report:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, ModuleType
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.devices import is_capturing
@@ -206,8 +206,8 @@ class _CosAndSin:
 
     def __init__(self) -> None:
         self._left: deque[Any] = deque(maxlen=3)  # what was asked for last, and is not kept
-        # by what the first tensor of angles is a view of, or by a module
-        self._kept: dict[int, tuple[weakref.ref[Any], Any, list[Tensor], tuple[Tensor, Tensor]]] = {}
+        # by what the first tensor of angles is a view of, or by a module: the key, other tensors, cos and sin
+        self._kept = WeakIdKeyDictionary()
 
     def __call__(
         self, function: Callable, plan: Plan, values: Sequence[Any], dtype: torch.dtype, lives: Any
@@ -223,19 +223,15 @@ class _CosAndSin:
         numbers = [value for value in values if type(value) is int]
         key = dtype, plan, plan.form.asked_shape(values), values[0].device, lie, numbers
         lives = _base(lives)
-        kept = self._kept.get(id(lives))
-        if kept is None or kept[1] != key:
+        kept = self._kept.get(lives)
+        if kept is None or kept[0] != key:
             self._left.append(key)
             if are_few and self._left.count(key) <= _CALLS[plan.form.rotated]:
                 return None
             with torch.inference_mode(False):
                 made = ask(function, plan, values, dtype, _question)
-            alive = weakref.ref(lives, functools.partial(self._forget, id(lives)))
-            kept = self._kept[id(lives)] = alive, key, [base for base in bases if base is not lives], made
-        return kept[3]
-
-    def _forget(self, number: int, _: object) -> None:
-        self._kept.pop(number, None)
+            kept = self._kept[lives] = key, [base for base in bases if base is not lives], made
+        return kept[2]
 
 
 def _base(value: Any) -> Any:

@@ -27,17 +27,13 @@ class NamedImplementation:
         """The private field behind the attribute, whose public setter would also overwrite the sub-configs."""
         return f"{self.attribute}_internal"
 
-    def named_in(self, config: Any) -> str | None:
-        """Return what a config names."""
-        return getattr(config, self.attribute, None)
-
     def is_registered(self) -> bool:
         """Tell whether models can be served."""
         return registration.uses(self.repository)
 
     def is_named_by(self, config: Any) -> bool:
         """Tell whether a config names it."""
-        return self.named_in(config) in self.names
+        return getattr(config, self.attribute, None) in self.names
 
     def set_in(self, config: Any, before: str | None, name: str | None = None) -> None:
         """Write one of its names into a config, until unregister() or `take_out` puts back what was there before."""

@@ -103,7 +103,7 @@ def npu_grouped_mm(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, 
 
 def other_than_ours(config: Any) -> str | None:
     """Return the implementation that somebody asked for; None if nobody did, or it is ours."""
-    implementation = NPU_GROUPED_MM.named_in(config)
+    implementation = getattr(config, NPU_GROUPED_MM.attribute, None)
     is_default = implementation == DEFAULT and implementation is not _ASKED
     return None if is_default or implementation in (None, NPU_GROUPED_MM.name) else implementation
 

@@ -38,18 +38,18 @@ def _limit(decision: Decision, model: nn.Module, release: Release) -> Limit | No
         if not _is_deepseek_v3(kernel, module):
             return cann_releases.ROUTING
         return cann_releases.ROUTING_IN_TRAINING if module.training else None
-    if kind == EXPERTS.in_models and module.training:
+    if kind is EXPERTS and module.training:
         return _training_limit(decision, model, release)
     if LAYERS.get(kernel) == "RMSNorm" and "ZeroCentered" in kernel and module.training:
         return None if _dtype(module) is torch.float32 else cann_releases.NORMS_IN_TRAINING
     if LAYERS.get(kernel) == "Activation" and "Quick" in kernel:
         return cann_releases.FAST_GELU
-    if kind not in (ATTENTION.in_models, ROTARY.in_models):
+    if kind not in (ATTENTION, ROTARY):
         return None
     heads, size = _heads(module, model)
-    if kind == ATTENTION.in_models and size > 512:
+    if kind is ATTENTION and size > 512:
         return cann_releases.PACKED_HEADS
-    if kind == ROTARY.in_models and 0 < size <= 128:  # larger ones are rotated apart everywhere
+    if kind is ROTARY and 0 < size <= 128:  # larger ones are rotated apart everywhere
         if release < (8, 5):
             return cann_releases.ROTATED if 9 * heads * size > _LOCAL_FLOATS else None
         return cann_releases.ROTATED_IN_8_5 if 7 * heads * size + 10 * size > _LOCAL_FLOATS else None

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from kernels_ext_npu.binding.forward_binding import our_forward
 from kernels_ext_npu.binding.loaded_kernels import OWNER, kernel_package, set_forward
 from kernels_ext_npu.binding.registration import Registration
-from kernels_ext_npu.catalogue import LAYERS, ROTARY
+from kernels_ext_npu.catalogue import LAYERS, ROTARY, Kind
 from kernels_ext_npu.matching.class_facts import class_facts
 from kernels_ext_npu.matching.classification import LIBRARIES
 from kernels_ext_npu.matching.fingerprint import class_methods, compared_methods
@@ -206,7 +206,7 @@ class Decision:
     reason: str | None = None
     present: str | None = None
     doubt: str | None = None
-    kind: str | None = None
+    kind: Kind | None = None
     is_candidate: bool = True
     function: str | None = None
     class_name: str | None = None
@@ -232,7 +232,7 @@ class Decision:
             swapped=is_swapped,
             reason=reason,
             is_candidate=self.is_candidate,
-            kind=self.kind or "",
+            kind=self.kind.in_models if self.kind else "",
             function=self.function,
         )
 

@@ -54,7 +54,7 @@ def find(view: View) -> Iterator[Decision]:
     for path, module in view.instances([cls for cls, facts in view.facts.items() if facts.calls_grouped_mm]):
         name, reason = NPU_GROUPED_MM.name, _refusal(module)
         present = name if reason is None else None
-        yield Decision(path, module, name, reason, present, kind=EXPERTS.in_models, is_candidate=reason is None)
+        yield Decision(path, module, name, reason, present, kind=EXPERTS, is_candidate=reason is None)
 
 
 def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
@@ -164,7 +164,7 @@ def _served(view: View) -> list[tuple[Any, Any]]:
 
 def remarks(view: View, served: list[Decision]) -> dict[Decision, str | None]:
     """Say what is not as fast as it could be in experts, or in blocks with a list of them, that are served."""
-    return {decision: _remark(decision) for decision in served if decision.kind == EXPERTS.in_models}
+    return {decision: _remark(decision) for decision in served if decision.kind is EXPERTS}
 
 
 def _remark(decision: Decision) -> str | None:

@@ -78,7 +78,7 @@ def find(view: View) -> Iterator[Decision]:
                 reason,
                 layer if reason in (None, refusals.OTHER_SETTINGS) else None,
                 None if rotation is None or rotation.left is None else refusals.left_calls(rotation.left),
-                kind=callee.kind.in_models,
+                kind=callee.kind,
                 is_candidate=is_meant and refusals.left_out(pattern.repository if pattern else _ROTATES) is None,
                 function=callee.name,
                 class_name=getattr(original_function(callee.function), "__qualname__", callee.name),

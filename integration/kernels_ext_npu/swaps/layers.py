@@ -130,9 +130,8 @@ def _decide(
     seen: NotRecognised | None,
 ) -> Decision:
     layer = pattern.layer_for(module) if pattern else None
-    counted = kind.in_models if kind else None
     if present is not None:
-        return Decision(path, module, layer, _since_swapped(module, pattern, layer, present), present, kind=counted)
+        return Decision(path, module, layer, _since_swapped(module, pattern, layer, present), present, kind=kind)
     is_other_norm = isinstance(module, _OTHER_NORMS)
     reason: str | None
     if (forward := kernel_forward(module)) is not None:
@@ -147,7 +146,7 @@ def _decide(
         reason = replaced or refusals.unknown_forward(seen)
     calls_itself = seen is not None and seen.calls_operator
     is_candidate = kind is not None and not (is_other_norm or calls_itself or _is_other(module, kind, pattern))
-    return Decision(path, module, layer, reason, kind=counted, is_candidate=is_candidate)
+    return Decision(path, module, layer, reason, kind=kind, is_candidate=is_candidate)
 
 
 def _refusal(module: nn.Module, pattern: Pattern) -> str | None:

@@ -88,17 +88,16 @@ def find(view: View) -> Iterator[Decision]:
         facts, reason = view.facts[type(module)], _refusal(module)
         present = name if reason is None else None
         if facts.is_indexer:
-            yield Decision(path, module, name, reason, present, kind=INDEXERS.in_models, is_candidate=False)
+            yield Decision(path, module, name, reason, present, kind=INDEXERS, is_candidate=False)
         if facts.attends and not _is_called_by_transformers(view, path, module):
             layer = name if eligibility.class_refusal(type(module)) is None else None
-            is_candidate = reason is None
-            yield Decision(path, module, layer, reason, present, kind=ATTENTION.in_models, is_candidate=is_candidate)
+            yield Decision(path, module, layer, reason, present, kind=ATTENTION, is_candidate=reason is None)
 
 
 def remarks(view: View, served: list[Decision]) -> dict[Decision, str | None]:
     """Say of attention that the kernel computes what is not as fast as it could be, or not as without kernels."""
-    found = {d: _remark(view.model, d.path, d.module) for d in served if d.kind == ATTENTION.in_models}
-    return found | {d: indexers.remark(d.module) for d in served if d.kind == INDEXERS.in_models}
+    found = {d: _remark(view.model, d.path, d.module) for d in served if d.kind is ATTENTION}
+    return found | {d: indexers.remark(d.module) for d in served if d.kind is INDEXERS}
 
 
 def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:

@@ -53,7 +53,7 @@ def find(view: View) -> Iterator[Decision]:
         if (call is None or looked) and (own_loss := _own_loss(owner)) is not None:  # what it does a call shows
             doubt = f"its model has a loss_function {own_loss} of its own, which may look at logits"
         make: Any = functools.partial(_make_forward, type(head).forward)  # type: ignore[arg-type]
-        yield Decision(path, head, None, reason, present, doubt, kind=HEADS.in_models, is_candidate=False, make=make)
+        yield Decision(path, head, None, reason, present, doubt, kind=HEADS, is_candidate=False, make=make)
 
 
 def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:

@@ -43,10 +43,10 @@ def find(view: View) -> Iterator[Decision]:
         present = before and before.computed.layer
         if what is None and present:
             reason: str | None = refusals.unknown_forward(view.not_recognised.get(module))
-            yield Decision(path, module, None, reason, present, kind=KIND_OF_LAYER[present].in_models)
+            yield Decision(path, module, None, reason, present, kind=KIND_OF_LAYER[present])
         elif what is not None and not (what.computed.rotation and _calls_rotation(view, module)):
             layer = what.computed.layer or None
-            kind = KIND_OF_LAYER[layer].in_models if layer else ROTARY.in_models
+            kind = KIND_OF_LAYER[layer] if layer else ROTARY
             layer = None if what.computed.refused else layer
             make = functools.partial(_make_forward, what, type(module).forward)
             left = what.computed.rotation and what.computed.rotation.left
@@ -55,7 +55,7 @@ def find(view: View) -> Iterator[Decision]:
                 from kernels_ext_npu.swaps.recognised.routers import why_aside
 
                 doubt = why_aside(module, what.computed.router)
-            expected = not (what.computed.refused and kind == ROUTERS.in_models)  # of routers many do without
+            expected = not (what.computed.refused and kind is ROUTERS)  # of routers many do without
             reason = _refusal(module, what, before)
             yield Decision(path, module, layer, reason, present, doubt, kind, is_candidate=expected, make=make)
         elif what is None and view.facts[type(module)].is_run and not _calls_rotation(view, module):
@@ -147,7 +147,7 @@ def _decide_method(path: str, module: nn.Module, cls: type[nn.Module], name: str
         reason,
         layer if reason is None and found in (rotations or ()) else None,
         refusals.left_calls(found.left) if found is not None and found.left else None,
-        kind=ROTARY.in_models,
+        kind=ROTARY,
         function=name,
         class_name=f"{cls.__name__}.{name}",
         make=functools.partial(place_method, cls, name, found) if found is not None and layer else None,

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.binding.devices import is_elsewhere
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.swaps import refusals
@@ -49,10 +48,8 @@ def refusal(module: nn.Module) -> str | None:
     config: Any = module.config
     if eligibility.KERNEL_DISABLED in vars(module):
         return refusals.NOT_ASKED_FOR
-    if is_elsewhere(module):
-        return refusals.elsewhere(module)
-    if eligibility.uses_kernel(config):
-        return None
+    if (away := refusals.elsewhere(module)) is not None or eligibility.uses_kernel(config):
+        return away
     return f"the attention implementation {config._attn_implementation} was asked for"
 
 

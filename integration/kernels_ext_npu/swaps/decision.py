@@ -157,15 +157,22 @@ class View:
     @functools.cached_property
     def rotations(self) -> dict[CalledFunction, Rotation]:
         """The rotary functions of other people's code that no pattern knows, and how they rotate, if they do."""
-        functions = {callee: original_function(callee.function) for callee in self.callers if callee.kind is ROTARY}
-        others = {c: f for c, f in functions.items() if f is not None and not f.__module__.startswith(LIBRARIES)}
-        unknown = {callee: function for callee, function in others.items() if find_pattern(function) is None}
-        if not unknown:
-            return {}
-        from kernels_ext_npu.recognition.rotations.functions import find_rotation  # models of transformers do without
+        found: dict[CalledFunction, Rotation] = {}
+        for callee in self.callers:
+            function = original_function(callee.function) if callee.kind is ROTARY else None
+            if function is None or function.__module__.startswith(LIBRARIES) or find_pattern(function) is not None:
+                continue
+            from kernels_ext_npu.recognition.rotations.functions import find_rotation  # others' models alone
 
-        found = {callee: find_rotation(function) for callee, function in unknown.items()}
-        return {callee: rotation for callee, rotation in found.items() if rotation is not None}
+            if (rotation := find_rotation(function)) is not None:
+                found[callee] = rotation
+        return found
+
+    @functools.cached_property
+    def function_layers(self) -> dict[CalledFunction, str]:
+        """The layers of functions that a pattern knows, or that were found to rotate."""
+        found = {c: pattern.layers[0] for c in self.callers if (pattern := find_pattern(c.function)) is not None}
+        return found | {callee: rotation.layer for callee, rotation in self.rotations.items() if rotation.layer}
 
     @functools.cached_property
     def placed(self) -> list[tuple[nn.Module, str, Any]]:

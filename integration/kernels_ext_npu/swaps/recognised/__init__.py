@@ -18,7 +18,6 @@ from kernels_ext_npu.binding.forward_binding import our_forward
 from kernels_ext_npu.binding.loaded_kernels import OWNER, forward_owner, marked
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, ROTARY, ROUTERS, TABLES
 from kernels_ext_npu.matching.classification import LIBRARIES, rotary_methods
-from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.module_state import child_at
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
@@ -118,8 +117,7 @@ def remarks(view: View, served: list[Decision]) -> dict[Decision, str | None]:
 
 def _calls_rotation(view: View, module: nn.Module) -> bool:
     """Tell whether a module calls a function that rotates, and that a kernel serves where it stands."""
-    called = [callee for callee in view.facts[type(module)].functions if callee.kind is ROTARY]
-    return any(find_pattern(each.function) or getattr(view.rotations.get(each), "layer", "") for each in called)
+    return any(f.kind is ROTARY and f in view.function_layers for f in view.facts[type(module)].functions)
 
 
 def _rotary_methods(cls: type[nn.Module]) -> dict[str, type[nn.Module]]:

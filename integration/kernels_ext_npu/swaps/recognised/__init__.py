@@ -65,11 +65,8 @@ def find(view: View) -> Iterator[Decision]:
 def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     """Bind the forwards, and take those out of modules that compute something else by now."""
     wanted = [decision for decision in decisions if decision.reason in (None, refusals.OTHER_SETTINGS)]
-    for method in wanted:
-        if method.function is not None and method.make is not None:
-            method.make()
-    fitting = {decision.module: decision.make for decision in wanted if decision.function is None}
-    forwards = {module: make() for module, make in fitting.items() if make is not None}
+    made = {(decision.module, decision.function): decision.make() for decision in wanted if decision.make is not None}
+    forwards = {module: forward for (module, function), forward in made.items() if function is None}
     for module, ours in view.forwards.items():
         if getattr(ours, OWNER, None) == RECOGNISED and ours is not forwards.get(module):
             forward_binding.take_out(module)

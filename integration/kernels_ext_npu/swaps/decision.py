@@ -23,7 +23,7 @@ from kernels_ext_npu.binding.forward_binding import our_forward
 from kernels_ext_npu.binding.loaded_kernels import OWNER, kernel_package, set_forward
 from kernels_ext_npu.binding.registration import Registration
 from kernels_ext_npu.catalogue import LAYERS, ROTARY, Kind
-from kernels_ext_npu.matching.class_facts import class_facts
+from kernels_ext_npu.matching.class_facts import ClassFacts, class_facts
 from kernels_ext_npu.matching.classification import LIBRARIES
 from kernels_ext_npu.matching.fingerprint import class_methods, compared_methods
 from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
@@ -81,10 +81,11 @@ class View:
         self.by_class: dict[type[nn.Module], list[nn.Module]] = {}
         for _, module in self.named:
             self.by_class.setdefault(type(module), []).append(module)
-        marks = {cls: getattr(cls, "kernel_layer_name", None) for cls in self.by_class}
-        compared = {cls: compared_methods(cls, cls.forward) for cls in marks}  # type: ignore[arg-type]
-        methods = {cls: class_methods(cls, names) if names else () for cls, names in compared.items()}
-        self.facts = {cls: class_facts(cls, cls.forward, mark, methods[cls]) for cls, mark in marks.items()}  # type: ignore[arg-type]
+        self.facts: dict[type[nn.Module], ClassFacts] = {}
+        for cls in self.by_class:
+            mark, names = getattr(cls, "kernel_layer_name", None), compared_methods(cls, cls.forward)  # type: ignore[arg-type]
+            methods = class_methods(cls, names) if names else ()
+            self.facts[cls] = class_facts(cls, cls.forward, mark, methods)  # type: ignore[arg-type]
 
     def instances(self, classes: Collection[type[nn.Module]]) -> list[tuple[str, nn.Module]]:
         """Return the modules of some classes, with their paths, in the order of the model."""

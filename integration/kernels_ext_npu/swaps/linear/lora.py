@@ -29,13 +29,7 @@ from kernels_ext_npu.swaps import gate_up_layout, refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View, bind_forwards
 from kernels_ext_npu.swaps.linear import compressed_linear, linear_groups
 from kernels_ext_npu.swaps.linear.linear_groups import LORA
-from kernels_ext_npu.swaps.linear.plain_linear import (
-    WRAPPED,
-    is_quantised,
-    qualified_name,
-    why_kept,
-    why_not_plain,
-)
+from kernels_ext_npu.swaps.linear.plain_linear import WRAPPED, is_quantised, qualified_name, why_kept, why_not_plain
 from kernels_ext_npu.syntax.source_tree import function_tree
 
 REPOSITORY = "Linear"

@@ -58,8 +58,8 @@ def find(view: View) -> Iterator[Decision]:
     for path, module in view.named if view.callers else ():
         for callee in view.calls.get(module, ()):
             layer, rotation = view.function_layers.get(callee), view.rotations.get(callee)
-            # what makes angles, and what helps a module that rotates, has no row
-            if layer is None and (_makes_angles(callee) or module in view.recognised):
+            makes_angles = not callee.file.startswith("transformers.") and _MAKES_ANGLES.match(callee.name)
+            if layer is None and (makes_angles or module in view.recognised):  # a module that rotates has its own row
                 continue
             reason = _refusal(module, callee, layer, rotation)
             # not where a package computes it, nor for unknown functions that do not rotate
@@ -135,10 +135,6 @@ def _refusal(module: nn.Module, callee: CalledFunction, layer: str | None, rotat
         package = package_function(callee.function)
         return f"computed by {getattr(package, '__module__', package)}: register(over_packages=True) takes the kernel"
     return refusals.NOT_REGISTERED if registration.current is None else refusals.NOT_ASKED_FOR_BY_ANY
-
-
-def _makes_angles(callee: CalledFunction) -> bool:
-    return not callee.file.startswith("transformers.") and _MAKES_ANGLES.match(callee.name) is not None
 
 
 def _bound_rotation(function: nn.Module) -> Rotation | None:

@@ -20,7 +20,7 @@ from kernels_ext_npu.binding import forward_binding, lazy_swap
 from kernels_ext_npu.binding.devices import assume_npu_if_meta, check_is_module, is_elsewhere
 from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, LAYERS, PROJECTIONS, TABLES
 from kernels_ext_npu.reporting import release_limits
-from kernels_ext_npu.swaps import finders, refusals
+from kernels_ext_npu.swaps import add_norm_fusion, finders, refusals
 from kernels_ext_npu.swaps.decision import Decision, Row, View
 
 # functions come behind the others, with the tables that rotary ones take, and attention last, as their rows do
@@ -162,10 +162,9 @@ def report(model: nn.Module) -> Report:
         rows = [decision.row(remarks.get(decision), is_away) for decision in found]
         if any(module._forward_pre_hooks and lazy_swap.waits(module) for _, module in view.named):
             rows = [_at_first_call(row) for row in rows]
-        captions = [caption for finder in finders.FINDERS if (caption := finder.caption(view))]
         linear_layers = [row for row in rows if row.kind == PROJECTIONS.in_models]
         modules = [row for row in rows if row.kind != PROJECTIONS.in_models]
-        return Report(modules, linear_layers, "\n".join(captions) or None)
+        return Report(modules, linear_layers, add_norm_fusion.caption(view))
 
 
 def _bypassed(view: View, served: list[Decision]) -> dict[Decision, str]:

@@ -213,4 +213,4 @@ def _is_ours(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").startswith(f"{__name__.partition('.')[0]}.")
 
 
-FINDER = Finder("sums and norms", put=put, caption=caption)
+FINDER = Finder("sums and norms", put=put)

@@ -276,5 +276,3 @@ class Finder:
     revert: Callable[[View], None] = lambda view: None
     # says of decisions of any finder, whose kernels are there, what is not as fast as it could be; None if nothing
     remarks: Callable[[View, list[Decision]], Mapping[Decision, str | None]] = lambda view, served: {}
-    # says what there is to say of a model beside the rows
-    caption: Callable[[View], str | None] = lambda view: None

@@ -30,12 +30,10 @@ _running: ContextVar[tuple[nn.Module, _Outputs]] = ContextVar("_running", defaul
 
 def put(view: View, served: Set[nn.Module]) -> None:
     """Bind the grouping forward to modules in which all layers of one input are served, and remove it from others."""
-    for module in view.owned(_OWNER):
-        if not any(shared_input_groups(module)):
-            set_forward(module, None, _OWNER)
-    for _, module in view.named if served else ():
-        if not served.isdisjoint(module._modules.values()) and any(shared_input_groups(module)):
-            set_forward(module, _grouped_forward(type(module).forward), _OWNER)  # type: ignore[arg-type]
+    around = [module for _, module in view.named if not served.isdisjoint(module._modules.values())]
+    for module in (*view.owned(_OWNER), *around):
+        forward: Any = type(module).forward
+        set_forward(module, _grouped_forward(forward) if any(shared_input_groups(module)) else None, _OWNER)
 
 
 def shared_input_groups(module: nn.Module) -> Iterator[list[nn.Module]]:

@@ -102,8 +102,7 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
             swapping.registration.patches.attribute(cls, "kernel_layer_name", serving[cls])
     try:
         swapping.bind_layers(swapping.mode)
-        marks = {cls: cls.kernel_layer_name for cls in serving}
-        others = {module: layer for module, layer in layers.items() if layer and layer != marks[type(module)]}
+        others = {m: layer for m, layer in layers.items() if layer and layer != type(m).kernel_layer_name}  # type: ignore[attr-defined]
         # what the kernel of somebody else computes, as a `KernelConfig` may say, is left to it
         left = {m: layer for m, layer in others.items() if bound_layer(m) is not None or kernel_forward(m) is None}
         kernels_internals.bind_layers(left, swapping.mode)

@@ -80,8 +80,7 @@ class Patches:
 
     def knows(self, owner: Any, name: str) -> bool:
         """Tell whether an attribute of an object was changed or noted."""
-        found = [change for change in self._changes if change.name == name]  # asked for each layer, of many changes
-        return any(change.owner() is owner for change in found)
+        return any(change.owner() is owner for change in self._changes if change.name == name)
 
     def item(self, mapping: MutableMapping, key: Any, new: Any) -> None:
         """Set an entry of a mapping; `undo` puts back what stood there, or takes it out."""

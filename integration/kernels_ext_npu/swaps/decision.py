@@ -176,11 +176,11 @@ class View:
         return found | {callee: rotation.layer for callee, rotation in self.rotations.items() if rotation.layer}
 
     @functools.cached_property
-    def placed(self) -> list[tuple[nn.Module, str, Any]]:
+    def placed(self) -> dict[nn.Module, tuple[str, Any]]:
         """The modules that layers of ours compute, each with its layer and package, once the layers are in place."""
         ours = {module: our_forward(module) for _, module in self.named if "forward" in vars(module)}
         layers = {module: layer for module, each in ours.items() if (layer := getattr(each, OWNER, None)) in LAYERS}
-        return [(module, layer, kernel_package(ours[module])) for module, layer in layers.items()]
+        return {module: (layer, kernel_package(ours[module])) for module, layer in layers.items()}
 
 
 def _called_by_members(module: nn.Module) -> list[CalledFunction]:

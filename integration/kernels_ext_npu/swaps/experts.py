@@ -62,7 +62,7 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
 
     It does so now, since it cannot while a graph is captured.
     """
-    for module, layer, package in view.placed:
+    for module, (layer, package) in view.placed.items():
         if (name := _BYPASSED.get(layer)) is not None:
             bypassed: Any = getattr(module, name)
             first = bypassed[0] if isinstance(bypassed, nn.ModuleList) else bypassed

@@ -134,26 +134,21 @@ class View:
     @functools.cached_property
     def recognised(self) -> dict[nn.Module, Recognised]:
         """The modules of classes that no pattern knows, and what they were found to compute by running them."""
-        return self._run[0]
+        return {module: what for module, what in self._run if hasattr(what, "computed")}
 
     @functools.cached_property
     def not_recognised(self) -> dict[nn.Module, NotRecognised]:
         """The modules of such classes that do what no layer computes, and look like what one does."""
-        return self._run[1]
+        return {module: what for module, what in self._run if hasattr(what, "seen")}
 
     @functools.cached_property
-    def _run(self) -> tuple[dict[nn.Module, Recognised], dict[nn.Module, NotRecognised]]:
+    def _run(self) -> list[tuple[nn.Module, Any]]:
         classes = [cls for cls, facts in self.facts.items() if facts.is_run]
         if not classes:
-            return {}, {}
-        from kernels_ext_npu.recognition.computed import NotRecognised, Recognised  # models of transformers do without
-        from kernels_ext_npu.recognition.modules import recognise
+            return []
+        from kernels_ext_npu.recognition.modules import recognise  # models of transformers do without
 
-        found = [(module, recognise(module)) for _, module in self.instances(classes)]
-        return (
-            {module: what for module, what in found if isinstance(what, Recognised)},
-            {module: what for module, what in found if isinstance(what, NotRecognised)},
-        )
+        return [(module, recognise(module)) for _, module in self.instances(classes)]
 
     @functools.cached_property
     def rotations(self) -> dict[CalledFunction, Rotation]:

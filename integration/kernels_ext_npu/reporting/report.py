@@ -169,11 +169,10 @@ def report(model: nn.Module) -> Report:
 
 def _bypassed(view: View, served: list[Decision]) -> dict[Decision, str]:
     """Say where another library may compute without calling what was swapped: it replaced the forward around it."""
-    modules = dict(view.named)
     paths = [
         (decision, decision.path if decision.function else decision.path.rpartition(".")[0]) for decision in served
     ]
-    around = {decision: modules[path] for decision, path in paths if decision.path}
+    around = {decision: view.model.get_submodule(path) for decision, path in paths if decision.path}
     foreign: dict[nn.Module, str | None] = {}
     for module in {*around.values()}:
         foreign[module] = None if forward_binding.decorates_own(module) else forward_binding.foreign_forward(module)

@@ -108,25 +108,24 @@ class View:
         return {module: ours for module in bound if (ours := our_forward(module)) is not None}
 
     @functools.cached_property
-    def calls(self) -> dict[nn.Module, tuple[CalledFunction, ...]]:
-        """The functions that modules call and that a kernel may serve, in the order of the model.
+    def calls(self) -> list[tuple[str, nn.Module, tuple[CalledFunction, ...]]]:
+        """The modules that call functions which a kernel may serve, with their paths and these functions.
 
         In other people's code also those that objects call which a module holds, such as diffusers' processors.
         """
-        found: dict[nn.Module, tuple[CalledFunction, ...]] = {}
-        for cls, modules in self.by_class.items():
-            functions = self.facts[cls].functions
-            if self.facts[cls].is_others:
-                found |= {module: (*dict.fromkeys((*functions, *_called_by_members(module))),) for module in modules}
-            elif functions:
-                found |= dict.fromkeys(modules, functions)
-        return {module: found[module] for _, module in self.named if found.get(module)}
+        found: list[tuple[str, nn.Module, tuple[CalledFunction, ...]]] = []
+        for path, module in self.named:
+            facts = self.facts[type(module)]
+            called = (*facts.functions, *_called_by_members(module)) if facts.is_others else facts.functions
+            if called:
+                found.append((path, module, tuple(dict.fromkeys(called))))
+        return found
 
     @functools.cached_property
     def callers(self) -> dict[CalledFunction, list[nn.Module]]:
         """The functions that modules call and that a kernel may serve, each with these modules."""
         found: dict[CalledFunction, list[nn.Module]] = {}
-        for module, functions in self.calls.items():
+        for _, module, functions in self.calls:
             for callee in functions:
                 found.setdefault(callee, []).append(module)
         return found

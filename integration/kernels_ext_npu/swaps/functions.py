@@ -55,8 +55,8 @@ def install(active: Registration) -> None:
 
 def find(view: View) -> Iterator[Decision]:
     """Decide of every function that a kernel may serve and a module calls, once for each module."""
-    for path, module in view.named if view.callers else ():
-        for callee in view.calls.get(module, ()):
+    for path, module, functions in view.calls:
+        for callee in functions:
             layer, rotation = view.function_layers.get(callee), view.rotations.get(callee)
             makes_angles = not callee.file.startswith("transformers.") and _MAKES_ANGLES.match(callee.name)
             if layer is None and (makes_angles or module in view.recognised):  # a module that rotates has its own row

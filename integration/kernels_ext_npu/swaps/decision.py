@@ -92,9 +92,9 @@ class View:
         return [(path, module) for path, module in self.named if type(module) in classes] if classes else []
 
     @functools.cached_property
-    def pretrained(self) -> list[tuple[str, PreTrainedModel]]:
-        """The models of transformers in it, with their paths, outer ones before those in them."""
-        return [(path, each) for path, each in self.named if isinstance(each, PreTrainedModel)]
+    def pretrained(self) -> list[PreTrainedModel]:
+        """The models of transformers in it, outer ones before those in them."""
+        return [module for _, module in self.named if isinstance(module, PreTrainedModel)]
 
     def owned(self, owner: str) -> list[nn.Module]:
         """Return the modules whose forward is that of a layer or a mechanism of ours, as it is now."""
@@ -219,7 +219,7 @@ class Decision:
         """Whether the kernel is in place, and nothing speaks against it."""
         return self.reason is None and self.present is not None
 
-    def row(self, remark: str | None = None, is_model_elsewhere: bool = False) -> Row:
+    def row(self, remark: str | None, is_model_elsewhere: bool) -> Row:
         """Return what the report says of it, with a remark on what serves it, of a model on the NPU or elsewhere."""
         if self.present is None:
             is_swapped, reason = False, self.reason or refusals.not_swapped()

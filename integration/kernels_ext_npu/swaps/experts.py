@@ -112,7 +112,7 @@ def choose(original: Callable, self: PreTrainedModel, requested: str | None) -> 
     """Return the implementation of a model, in place of its ``get_correct_experts_implementation``."""
     chosen = original(self, requested)
     if chosen == NPU_GROUPED_MM.name or (requested is None and chosen == DEFAULT):
-        NPU_GROUPED_MM.set_in(self.config, DEFAULT)
+        NPU_GROUPED_MM.set_in(self.config, DEFAULT, NPU_GROUPED_MM.name)
         registration.try_package(NPU_GROUPED_MM.repository)
         return NPU_GROUPED_MM.name
     return _ASKED if chosen == DEFAULT else chosen  # whoever asks for the default gets it, also from kernelize()

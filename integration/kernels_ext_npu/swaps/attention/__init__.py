@@ -105,7 +105,7 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     for _, module in view.named:
         if eligibility.KERNEL_DISABLED in vars(module) and module not in registration.restored:
             delattr(module, eligibility.KERNEL_DISABLED)
-    for _, model in view.pretrained:
+    for model in view.pretrained:
         if model not in registration.restored:
             eligibility.forget_restored(model.config)
     if NPU_FLASH_ATTENTION.is_registered():
@@ -122,12 +122,12 @@ def revert(view: View) -> None:
     """Let a model compute its attention without the kernel, and its config name what it named before."""
     calling = [cls for cls, facts in view.facts.items() if facts.names_attention]
     modules = [module for _, module in view.instances(calling) if eligibility.calls_by_name(module)]
-    attn_implementation.take_out([model for _, model in view.pretrained], modules)
+    attn_implementation.take_out(view.pretrained, modules)
     choosing = view.instances([cls for cls, facts in view.facts.items() if facts.is_indexer])
     for module in (*modules, *(module for _, module in choosing)):
         setattr(module, eligibility.KERNEL_DISABLED, True)
         indexers.end_training(module)
-    for _, model in view.pretrained:
+    for model in view.pretrained:
         eligibility.note_restored(model.config)
 
 

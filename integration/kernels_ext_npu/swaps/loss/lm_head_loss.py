@@ -66,7 +66,7 @@ def find_heads(view: View) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
     """Find the heads of models that compute a loss from labels, with their paths and the innermost of their models."""
     paths = {module: path for path, module in view.named}
     found: dict[nn.Module, PreTrainedModel] = {}
-    for _, model in view.pretrained:
+    for model in view.pretrained:
         if "labels" in (names := _names(model)) and names & _LOSSES:
             with suppress(NotImplementedError, AttributeError):
                 head = model.get_output_embeddings()

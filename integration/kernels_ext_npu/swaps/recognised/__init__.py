@@ -26,7 +26,6 @@ from kernels_ext_npu.swaps.gate_up_layout import why_apart
 
 if TYPE_CHECKING:
     from kernels_ext_npu.recognition.computed import Recognised
-    from kernels_ext_npu.recognition.moe_blocks.formulas import MoEBlock
 
 _WHAT = "_kernels_recognised"  # attribute of a forward of ours: what the module was recognised as
 
@@ -77,10 +76,11 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
             forward_binding.put(module, forward)
         if (pair := _gate_and_up(module, view.recognised[module])) is not None:
             registration.package("SwiGLU").packing.pack(*pair)
-    for module, block in _blocks(view, forwards):  # once their experts have their forwards
-        from kernels_ext_npu.swaps.recognised import moe_blocks
+    for module in forwards:
+        if (block := view.recognised[module].computed.block) is not None:  # its experts have their forwards by now
+            from kernels_ext_npu.swaps.recognised import moe_blocks
 
-        moe_blocks.prepare(module, block)
+            moe_blocks.prepare(module, block)
 
 
 def revert(view: View) -> None:
@@ -95,20 +95,18 @@ def revert(view: View) -> None:
 def remarks(view: View, served: list[Decision]) -> dict[Decision, str | None]:
     """Say of gated MLPs why they multiply twice, and of blocks why they compute expert by expert."""
     found: dict[Decision, str | None] = {}
-    decisions = {decision.module: decision for decision in served if decision.function is None}
-    for module, block in _blocks(view, decisions):
-        from kernels_ext_npu.swaps.recognised import moe_blocks
-
-        found[decisions[module]] = moe_blocks.remark(module, block)
-    if (package := registration.try_package("SwiGLU")) is None:
-        return found
     for decision in served:
-        what = view.recognised.get(decision.module)
-        pair = None if what is None else _gate_and_up(decision.module, what)
-        if pair is not None and forward_owner(pair[0]) is None:  # of those with adapters their own rows tell
+        module = decision.module
+        if decision.function is not None or (what := view.recognised.get(module)) is None:
+            continue
+        if (block := what.computed.block) is not None:
+            from kernels_ext_npu.swaps.recognised import moe_blocks
+
+            found[decision] = moe_blocks.remark(module, block)
+        pair, package = _gate_and_up(module, what), registration.try_package("SwiGLU")
+        if pair is not None and package is not None and forward_owner(pair[0]) is None:  # adapted ones have own rows
             apart = why_apart(pair, package.packing)
-            if apart is not None:
-                found[decision] = f"two products, since {apart}"
+            found[decision] = apart and f"two products, since {apart}"
     return found
 
 
@@ -147,12 +145,6 @@ def _decide_method(path: str, module: nn.Module, cls: type[nn.Module], name: str
         class_name=f"{cls.__name__}.{name}",
         make=functools.partial(place_method, cls, name, found) if found is not None and layer else None,
     )
-
-
-def _blocks(view: View, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, MoEBlock]]:
-    """Return those of some modules that send tokens to experts in a list."""
-    known = [(module, view.recognised[module].computed.block) for module in modules if module in view.recognised]
-    return [(module, block) for module, block in known if block is not None]
 
 
 def _gate_and_up(module: nn.Module, what: Recognised) -> tuple[Any, Any] | None:

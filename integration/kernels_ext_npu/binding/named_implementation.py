@@ -27,23 +27,19 @@ class NamedImplementation:
         """The private field behind the attribute, whose public setter would also overwrite the sub-configs."""
         return f"{self.attribute}_internal"
 
-    def named_in(self, config: Any) -> str | None:
-        """Return what a config names."""
-        return getattr(config, self.attribute, None)
-
     def is_registered(self) -> bool:
         """Tell whether models can be served."""
         return registration.uses(self.repository)
 
     def is_named_by(self, config: Any) -> bool:
         """Tell whether a config names it."""
-        return self.named_in(config) in self.names
+        return getattr(config, self.attribute, None) in self.names
 
-    def set_in(self, config: Any, before: str | None, name: str | None = None) -> None:
+    def set_in(self, config: Any, before: str | None, name: str) -> None:
         """Write one of its names into a config, until unregister() or `take_out` puts back what was there before."""
         assert registration.current is not None
-        setattr(config, self.field, name or self.name)
-        registration.current.patches.note(config, self.field, before, name or self.name)
+        setattr(config, self.field, name)
+        registration.current.patches.note(config, self.field, before, name)
 
     def take_out(self, config: Any, default: str) -> None:
         """Put back what a config named before; the default into a copy of a config, of which that is not known."""

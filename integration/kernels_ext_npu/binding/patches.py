@@ -1,9 +1,8 @@
-"""Patches of objects of other libraries, undone by the `Patches` that made them, and who has imported a function."""
+"""Patches of objects of other libraries, undone by the `Patches` that made them."""
 
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -11,10 +10,6 @@ from types import ModuleType
 from typing import Any
 
 ABSENT = object()
-# functions that each module that has imported them by name calls as its own
-FLEX_ATTENTION, REQUESTED, LONGEST = "flex_attention", "is_flash_attention_requested", "get_max_seqlen"
-_found: dict[str, dict[str, ModuleType]] = {FLEX_ATTENTION: {}, REQUESTED: {}, LONGEST: {}}
-_looked_at: dict[str, ModuleType] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +80,7 @@ class Patches:
 
     def knows(self, owner: Any, name: str) -> bool:
         """Tell whether an attribute of an object was changed or noted."""
-        found = [change for change in self._changes if change.name == name]  # asked for each layer, of many changes
-        return any(change.owner() is owner for change in found)
+        return any(change.owner() is owner for change in self._changes if change.name == name)
 
     def item(self, mapping: MutableMapping, key: Any, new: Any) -> None:
         """Set an entry of a mapping; `undo` puts back what stood there, or takes it out."""
@@ -124,35 +118,3 @@ class Patches:
         finally:
             if self._changes:  # one could not be taken back
                 self.undo()
-
-
-def modules_with(*functions: str) -> dict[str, ModuleType]:
-    """Return the modules that have any of these functions since their import, by the names that they have.
-
-    Thousands of modules are there once models are, and to look into one takes a microsecond, since it is in no cache of
-    the CPU. So each is looked at once, when its import has ended, for all names that are asked for.
-    """
-    for name, module in sys.modules.copy().items():  # a list of pairs would let Python collect garbage
-        if _looked_at.get(name) is not module:
-            _look_at(name, module)
-    if len(_looked_at) > len(sys.modules):  # keep none alive
-        for name in _looked_at.keys() - sys.modules.keys():
-            _forget(name)
-    found = [each for function in functions for each in _found[function].items()]
-    return {name: module for name, module in found if sys.modules.get(name) is module}
-
-
-def _forget(name: str) -> None:
-    for modules in (_looked_at, *_found.values()):
-        modules.pop(name, None)
-
-
-def _look_at(name: str, module: ModuleType) -> None:
-    _forget(name)
-    own: Mapping[str, Any] = getattr(module, "__dict__", {})  # some import what they have not, if they are asked for it
-    for function, found in _found.items():
-        if function in own:
-            found[name] = module
-    # a script or a notebook imports as it goes
-    if name != "__main__" and not getattr(own.get("__spec__"), "_initializing", False):
-        _looked_at[name] = module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,9 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex_attention
 
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
-from kernels_ext_npu.binding.patches import FLEX_ATTENTION, Patches, modules_with
+from kernels_ext_npu.binding.patches import Patches
+
+FLEX_ATTENTION = "flex_attention"
 
 
 def install(patches: Patches) -> None:
@@ -19,8 +22,9 @@ def install(patches: Patches) -> None:
     """
     original = torch_flex_attention.flex_attention
     patches.method(torch_flex_attention, FLEX_ATTENTION, _flex_attention, NPU_FLASH_ATTENTION.is_registered)
-    for name, module in modules_with(FLEX_ATTENTION).items():
-        if not name.startswith("transformers.") and vars(module).get(FLEX_ATTENTION) is original:
+    for name, module in sys.modules.copy().items():
+        own = getattr(module, "__dict__", {})  # some import what they have not, if they are asked for it
+        if own.get(FLEX_ATTENTION) is original and not name.startswith("transformers."):
             patches.attribute(module, FLEX_ATTENTION, torch_flex_attention.flex_attention)
 
 

@@ -18,8 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
-from kernels_ext_npu.binding.patches import FLEX_ATTENTION
-from kernels_ext_npu.flex_attention import block_masks
+from kernels_ext_npu.flex_attention import FLEX_ATTENTION, block_masks
 from kernels_ext_npu.flex_attention.block_masks import Reads
 
 _SAMPLE = 7.0  # for which all indices are run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from kernels_ext_npu.catalogue import ATTENTION, EXPERTS, LAYERS, ROTARY
 from kernels_ext_npu.machine import cann_releases
-from kernels_ext_npu.machine.cann_releases import Limit, Release
+from kernels_ext_npu.machine.cann_releases import Limit
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps.decision import Decision, View
 
@@ -26,46 +27,44 @@ def remarks(view: View, served: list[Decision]) -> dict[Decision, Reason | None]
     release = cann_releases.parse_release(getattr(torch.version, "cann", None))  # as kernels read it when loaded
     if not any(limit.holds(release) for limit in cann_releases.LIMITS):
         return {}
-    limits = {decision: _limit(decision, view.model, release) for decision in served if decision.doubt is None}
-    found = {decision: limit for decision, limit in limits.items() if limit is not None and limit.holds(release)}
-    return {decision: Reason("release", cann_releases.sentence(limit, release)) for decision, limit in found.items()}
+    found: dict[Decision, Reason | None] = {}
+    for decision in served:
+        limit = next((each for each in _limits(decision, view.model) if each.holds(release)), None)
+        if limit is not None and decision.doubt is None:
+            found[decision] = Reason("release", cann_releases.sentence(limit, release))
+    return found
 
 
-def _limit(decision: Decision, model: nn.Module, release: Release) -> Limit | None:
-    """Return the limit that what is served is beyond."""
+def _limits(decision: Decision, model: nn.Module) -> Iterator[Limit]:
+    """Yield the limits of releases that what is served is beyond, first what costs most."""
     kernel, kind, module = decision.present or "", decision.kind, decision.module
     if kernel.startswith(_GATED):
         if not _is_deepseek_v3(kernel, module):
-            return cann_releases.ROUTING
-        return cann_releases.ROUTING_IN_TRAINING if module.training else None
-    if kind == EXPERTS.in_models and module.training:
-        return _training_limit(decision, model, release)
-    if LAYERS.get(kernel) == "RMSNorm" and "ZeroCentered" in kernel and module.training:
-        return None if _dtype(module) is torch.float32 else cann_releases.NORMS_IN_TRAINING
-    if LAYERS.get(kernel) == "Activation" and "Quick" in kernel:
-        return cann_releases.FAST_GELU
-    if kind not in (ATTENTION.in_models, ROTARY.in_models):
-        return None
-    heads, size = _heads(module, model)
-    if kind == ATTENTION.in_models and size > 512:
-        return cann_releases.PACKED_HEADS
-    if kind == ROTARY.in_models and 0 < size <= 128:  # larger ones are rotated apart everywhere
-        if release < (8, 5):
-            return cann_releases.ROTATED if 9 * heads * size > _LOCAL_FLOATS else None
-        return cann_releases.ROTATED_IN_8_5 if 7 * heads * size + 10 * size > _LOCAL_FLOATS else None
-    return None
-
-
-def _training_limit(decision: Decision, model: nn.Module, release: Release) -> Limit | None:
-    """Return the limit of experts in training, the one that costs more where there are two."""
-    experts = decision.module
-    is_float32 = _dtype(experts) is torch.float32
-    if release < (8, 3) and any(parameter.requires_grad for parameter in experts.parameters()):
-        return cann_releases.EXPERTS_IN_FLOAT32 if is_float32 else cann_releases.EXPERTS
-    block = model.get_submodule(decision.path.rpartition(".")[0])
-    # routers that correct their scores give weights in float32, as those of DeepSeek-V3
-    corrects = any(hasattr(part, "e_score_correction_bias") for part in (*experts.children(), *block.children()))
-    return cann_releases.EXPERTS_CHOSEN_IN_FLOAT32 if corrects and not is_float32 else None
+            yield cann_releases.ROUTING
+        elif module.training:
+            yield cann_releases.ROUTING_IN_TRAINING
+    elif kind is EXPERTS and module.training:
+        is_float32 = _dtype(module) is torch.float32
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            yield cann_releases.EXPERTS_IN_FLOAT32 if is_float32 else cann_releases.EXPERTS
+        block = model.get_submodule(decision.path.rpartition(".")[0])
+        # routers that correct their scores give weights in float32, as those of DeepSeek-V3
+        corrects = any(hasattr(part, "e_score_correction_bias") for part in (*module.children(), *block.children()))
+        if corrects and not is_float32:
+            yield cann_releases.EXPERTS_CHOSEN_IN_FLOAT32
+    elif LAYERS.get(kernel) == "RMSNorm" and "ZeroCentered" in kernel and module.training:
+        if _dtype(module) is not torch.float32:
+            yield cann_releases.NORMS_IN_TRAINING
+    elif LAYERS.get(kernel) == "Activation" and "Quick" in kernel:
+        yield cann_releases.FAST_GELU
+    elif kind is ATTENTION and _heads(module, model)[1] > 512:
+        yield cann_releases.PACKED_HEADS
+    elif kind is ROTARY:
+        heads, size = _heads(module, model)
+        if size <= 128 and 9 * heads * size > _LOCAL_FLOATS:  # larger ones are rotated apart everywhere
+            yield cann_releases.ROTATED
+        if size <= 128 and 7 * heads * size + 10 * size > _LOCAL_FLOATS:
+            yield cann_releases.ROTATED_IN_8_5
 
 
 def _dtype(module: nn.Module) -> torch.dtype | None:

@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from rich import box
@@ -20,7 +20,7 @@ from kernels_ext_npu.binding import forward_binding, lazy_swap
 from kernels_ext_npu.binding.devices import assume_npu_if_meta, check_is_module, is_elsewhere
 from kernels_ext_npu.catalogue import ATTENTION, FUNCTIONS, HEADS, KINDS, LAYERS, PROJECTIONS, TABLES
 from kernels_ext_npu.reporting import release_limits
-from kernels_ext_npu.swaps import finders, refusals
+from kernels_ext_npu.swaps import add_norm_fusion, finders, refusals
 from kernels_ext_npu.swaps.decision import Decision, Row, View
 
 # functions come behind the others, with the tables that rotary ones take, and attention last, as their rows do
@@ -120,9 +120,8 @@ class Report:
 
 
 def _as_fields(row: Row) -> dict[str, Any]:
-    fields = asdict(row)
-    fields["class"] = fields.pop("class_name")
-    return {key: fields[key] for key in ("path", "class", "kernel", "swapped", "reason")}
+    named = {"path": row.path, "class": row.class_name, "kernel": row.kernel}
+    return named | {"swapped": row.swapped, "reason": row.reason}
 
 
 def report(model: nn.Module) -> Report:
@@ -163,19 +162,17 @@ def report(model: nn.Module) -> Report:
         rows = [decision.row(remarks.get(decision), is_away) for decision in found]
         if any(module._forward_pre_hooks and lazy_swap.waits(module) for _, module in view.named):
             rows = [_at_first_call(row) for row in rows]
-        captions = [caption for finder in finders.FINDERS if (caption := finder.caption(view))]
         linear_layers = [row for row in rows if row.kind == PROJECTIONS.in_models]
         modules = [row for row in rows if row.kind != PROJECTIONS.in_models]
-        return Report(modules, linear_layers, "\n".join(captions) or None)
+        return Report(modules, linear_layers, add_norm_fusion.caption(view))
 
 
 def _bypassed(view: View, served: list[Decision]) -> dict[Decision, str]:
     """Say where another library may compute without calling what was swapped: it replaced the forward around it."""
-    modules = dict(view.named)
     paths = [
         (decision, decision.path if decision.function else decision.path.rpartition(".")[0]) for decision in served
     ]
-    around = {decision: modules[path] for decision, path in paths if decision.path}
+    around = {decision: view.model.get_submodule(path) for decision, path in paths if decision.path}
     foreign: dict[nn.Module, str | None] = {}
     for module in {*around.values()}:
         foreign[module] = None if forward_binding.decorates_own(module) else forward_binding.foreign_forward(module)

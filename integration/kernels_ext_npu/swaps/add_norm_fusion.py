@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from kernels_ext_npu.binding import registration, step_aside
-from kernels_ext_npu.binding.forward_binding import bound_layer, bound_package
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_forward, forward_owner, set_forward
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
@@ -56,7 +55,7 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
         if (sums := find_sums(cls.forward)) is None and fused.isdisjoint(modules):
             continue
         for module in modules:
-            kernel = None if sums is None else _norm_package(module, sums)
+            kernel = None if sums is None else _norm_package(view, module, sums)
             set_forward(module, kernel and _fused_forward(cls.forward, sums, kernel), _OWNER)  # type: ignore[arg-type]
     fused = set(view.owned(_OWNER))
     for _, module in view.named:
@@ -82,13 +81,10 @@ def hand_on(layer: nn.Module, x: Tensor) -> None:
         loop.normed = None if norm is None else (norm, *loop.normed[1:])
 
 
-def _norm_package(module: nn.Module, sums: Sums) -> ModuleType | None:
+def _norm_package(view: View, module: nn.Module, sums: Sums) -> ModuleType | None:
     """Return the kernel package of a layer's norms; None if none of them is one that can be fused."""
-    for name in sums.norms:
-        norm = module._modules.get(name)
-        if norm is not None and bound_layer(norm) in _LAYERS:
-            return bound_package(norm)
-    return None
+    placed: list[Any] = [view.placed.get(module._modules.get(name)) for name in sums.norms]  # type: ignore[arg-type]
+    return next((package for layer, package in filter(None, placed) if layer in _LAYERS), None)
 
 
 @functools.cache
@@ -213,4 +209,4 @@ def _is_ours(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").startswith(f"{__name__.partition('.')[0]}.")
 
 
-FINDER = Finder("sums and norms", put=put, caption=caption)
+FINDER = Finder("sums and norms", put=put)

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from kernels_ext_npu.binding.forward_binding import our_forward
 from kernels_ext_npu.binding.loaded_kernels import OWNER, kernel_package, set_forward
 from kernels_ext_npu.binding.registration import Registration
-from kernels_ext_npu.catalogue import LAYERS, ROTARY
-from kernels_ext_npu.matching.class_facts import class_facts
+from kernels_ext_npu.catalogue import LAYERS, ROTARY, Kind
+from kernels_ext_npu.matching.class_facts import ClassFacts, class_facts
 from kernels_ext_npu.matching.classification import LIBRARIES
 from kernels_ext_npu.matching.fingerprint import class_methods, compared_methods
 from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
@@ -81,19 +81,20 @@ class View:
         self.by_class: dict[type[nn.Module], list[nn.Module]] = {}
         for _, module in self.named:
             self.by_class.setdefault(type(module), []).append(module)
-        marks = {cls: getattr(cls, "kernel_layer_name", None) for cls in self.by_class}
-        compared = {cls: compared_methods(cls, cls.forward) for cls in marks}  # type: ignore[arg-type]
-        methods = {cls: class_methods(cls, names) if names else () for cls, names in compared.items()}
-        self.facts = {cls: class_facts(cls, cls.forward, mark, methods[cls]) for cls, mark in marks.items()}  # type: ignore[arg-type]
+        self.facts: dict[type[nn.Module], ClassFacts] = {}
+        for cls in self.by_class:
+            mark, names = getattr(cls, "kernel_layer_name", None), compared_methods(cls, cls.forward)  # type: ignore[arg-type]
+            methods = class_methods(cls, names) if names else ()
+            self.facts[cls] = class_facts(cls, cls.forward, mark, methods)  # type: ignore[arg-type]
 
     def instances(self, classes: Collection[type[nn.Module]]) -> list[tuple[str, nn.Module]]:
         """Return the modules of some classes, with their paths, in the order of the model."""
         return [(path, module) for path, module in self.named if type(module) in classes] if classes else []
 
     @functools.cached_property
-    def pretrained(self) -> list[tuple[str, PreTrainedModel]]:
-        """The models of transformers in it, with their paths, outer ones before those in them."""
-        return [(path, each) for path, each in self.named if isinstance(each, PreTrainedModel)]
+    def pretrained(self) -> list[PreTrainedModel]:
+        """The models of transformers in it, outer ones before those in them."""
+        return [module for _, module in self.named if isinstance(module, PreTrainedModel)]
 
     def owned(self, owner: str) -> list[nn.Module]:
         """Return the modules whose forward is that of a layer or a mechanism of ours, as it is now."""
@@ -107,25 +108,24 @@ class View:
         return {module: ours for module in bound if (ours := our_forward(module)) is not None}
 
     @functools.cached_property
-    def calls(self) -> dict[nn.Module, tuple[CalledFunction, ...]]:
-        """The functions that modules call and that a kernel may serve, in the order of the model.
+    def calls(self) -> list[tuple[str, nn.Module, tuple[CalledFunction, ...]]]:
+        """The modules that call functions which a kernel may serve, with their paths and these functions.
 
         In other people's code also those that objects call which a module holds, such as diffusers' processors.
         """
-        found: dict[nn.Module, tuple[CalledFunction, ...]] = {}
-        for cls, modules in self.by_class.items():
-            functions = self.facts[cls].functions
-            if self.facts[cls].is_others:
-                found |= {module: (*dict.fromkeys((*functions, *_called_by_members(module))),) for module in modules}
-            elif functions:
-                found |= dict.fromkeys(modules, functions)
-        return {module: found[module] for _, module in self.named if found.get(module)}
+        found: list[tuple[str, nn.Module, tuple[CalledFunction, ...]]] = []
+        for path, module in self.named:
+            facts = self.facts[type(module)]
+            called = (*facts.functions, *_called_by_members(module)) if facts.is_others else facts.functions
+            if called:
+                found.append((path, module, tuple(dict.fromkeys(called))))
+        return found
 
     @functools.cached_property
     def callers(self) -> dict[CalledFunction, list[nn.Module]]:
         """The functions that modules call and that a kernel may serve, each with these modules."""
         found: dict[CalledFunction, list[nn.Module]] = {}
-        for module, functions in self.calls.items():
+        for _, module, functions in self.calls:
             for callee in functions:
                 found.setdefault(callee, []).append(module)
         return found
@@ -133,46 +133,48 @@ class View:
     @functools.cached_property
     def recognised(self) -> dict[nn.Module, Recognised]:
         """The modules of classes that no pattern knows, and what they were found to compute by running them."""
-        return self._run[0]
+        return {module: what for module, what in self._run if hasattr(what, "computed")}
 
     @functools.cached_property
     def not_recognised(self) -> dict[nn.Module, NotRecognised]:
         """The modules of such classes that do what no layer computes, and look like what one does."""
-        return self._run[1]
+        return {module: what for module, what in self._run if hasattr(what, "seen")}
 
     @functools.cached_property
-    def _run(self) -> tuple[dict[nn.Module, Recognised], dict[nn.Module, NotRecognised]]:
+    def _run(self) -> list[tuple[nn.Module, Any]]:
         classes = [cls for cls, facts in self.facts.items() if facts.is_run]
         if not classes:
-            return {}, {}
-        from kernels_ext_npu.recognition.computed import NotRecognised, Recognised  # models of transformers do without
-        from kernels_ext_npu.recognition.modules import recognise
+            return []
+        from kernels_ext_npu.recognition.modules import recognise  # models of transformers do without
 
-        found = [(module, recognise(module)) for _, module in self.instances(classes)]
-        return (
-            {module: what for module, what in found if isinstance(what, Recognised)},
-            {module: what for module, what in found if isinstance(what, NotRecognised)},
-        )
+        return [(module, recognise(module)) for _, module in self.instances(classes)]
 
     @functools.cached_property
     def rotations(self) -> dict[CalledFunction, Rotation]:
         """The rotary functions of other people's code that no pattern knows, and how they rotate, if they do."""
-        functions = {callee: original_function(callee.function) for callee in self.callers if callee.kind is ROTARY}
-        others = {c: f for c, f in functions.items() if f is not None and not f.__module__.startswith(LIBRARIES)}
-        unknown = {callee: function for callee, function in others.items() if find_pattern(function) is None}
-        if not unknown:
-            return {}
-        from kernels_ext_npu.recognition.rotations.functions import find_rotation  # models of transformers do without
+        found: dict[CalledFunction, Rotation] = {}
+        for callee in self.callers:
+            function = original_function(callee.function) if callee.kind is ROTARY else None
+            if function is None or function.__module__.startswith(LIBRARIES) or find_pattern(function) is not None:
+                continue
+            from kernels_ext_npu.recognition.rotations.functions import find_rotation  # others' models alone
 
-        found = {callee: find_rotation(function) for callee, function in unknown.items()}
-        return {callee: rotation for callee, rotation in found.items() if rotation is not None}
+            if (rotation := find_rotation(function)) is not None:
+                found[callee] = rotation
+        return found
 
     @functools.cached_property
-    def placed(self) -> list[tuple[nn.Module, str, Any]]:
+    def function_layers(self) -> dict[CalledFunction, str]:
+        """The layers of functions that a pattern knows, or that were found to rotate."""
+        found = {c: pattern.layers[0] for c in self.callers if (pattern := find_pattern(c.function)) is not None}
+        return found | {callee: rotation.layer for callee, rotation in self.rotations.items() if rotation.layer}
+
+    @functools.cached_property
+    def placed(self) -> dict[nn.Module, tuple[str, Any]]:
         """The modules that layers of ours compute, each with its layer and package, once the layers are in place."""
         ours = {module: our_forward(module) for _, module in self.named if "forward" in vars(module)}
         layers = {module: layer for module, each in ours.items() if (layer := getattr(each, OWNER, None)) in LAYERS}
-        return [(module, layer, kernel_package(ours[module])) for module, layer in layers.items()]
+        return {module: (layer, kernel_package(ours[module])) for module, layer in layers.items()}
 
 
 def _called_by_members(module: nn.Module) -> list[CalledFunction]:
@@ -206,7 +208,7 @@ class Decision:
     reason: str | None = None
     present: str | None = None
     doubt: str | None = None
-    kind: str | None = None
+    kind: Kind | None = None
     is_candidate: bool = True
     function: str | None = None
     class_name: str | None = None
@@ -217,7 +219,7 @@ class Decision:
         """Whether the kernel is in place, and nothing speaks against it."""
         return self.reason is None and self.present is not None
 
-    def row(self, remark: str | None = None, is_model_elsewhere: bool = False) -> Row:
+    def row(self, remark: str | None, is_model_elsewhere: bool) -> Row:
         """Return what the report says of it, with a remark on what serves it, of a model on the NPU or elsewhere."""
         if self.present is None:
             is_swapped, reason = False, self.reason or refusals.not_swapped()
@@ -232,7 +234,7 @@ class Decision:
             swapped=is_swapped,
             reason=reason,
             is_candidate=self.is_candidate,
-            kind=self.kind or "",
+            kind=self.kind.in_models if self.kind else "",
             function=self.function,
         )
 
@@ -268,5 +270,3 @@ class Finder:
     revert: Callable[[View], None] = lambda view: None
     # says of decisions of any finder, whose kernels are there, what is not as fast as it could be; None if nothing
     remarks: Callable[[View, list[Decision]], Mapping[Decision, str | None]] = lambda view, served: {}
-    # says what there is to say of a model beside the rows
-    caption: Callable[[View], str | None] = lambda view: None

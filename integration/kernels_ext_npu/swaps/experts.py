@@ -54,7 +54,7 @@ def find(view: View) -> Iterator[Decision]:
     for path, module in view.instances([cls for cls, facts in view.facts.items() if facts.calls_grouped_mm]):
         name, reason = NPU_GROUPED_MM.name, _refusal(module)
         present = name if reason is None else None
-        yield Decision(path, module, name, reason, present, kind=EXPERTS.in_models, is_candidate=reason is None)
+        yield Decision(path, module, name, reason, present, kind=EXPERTS, is_candidate=reason is None)
 
 
 def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
@@ -62,7 +62,7 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
 
     It does so now, since it cannot while a graph is captured.
     """
-    for module, layer, package in view.placed:
+    for module, (layer, package) in view.placed.items():
         if (name := _BYPASSED.get(layer)) is not None:
             bypassed: Any = getattr(module, name)
             first = bypassed[0] if isinstance(bypassed, nn.ModuleList) else bypassed
@@ -103,7 +103,7 @@ def npu_grouped_mm(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, 
 
 def other_than_ours(config: Any) -> str | None:
     """Return the implementation that somebody asked for; None if nobody did, or it is ours."""
-    implementation = NPU_GROUPED_MM.named_in(config)
+    implementation = getattr(config, NPU_GROUPED_MM.attribute, None)
     is_default = implementation == DEFAULT and implementation is not _ASKED
     return None if is_default or implementation in (None, NPU_GROUPED_MM.name) else implementation
 
@@ -112,7 +112,7 @@ def choose(original: Callable, self: PreTrainedModel, requested: str | None) -> 
     """Return the implementation of a model, in place of its ``get_correct_experts_implementation``."""
     chosen = original(self, requested)
     if chosen == NPU_GROUPED_MM.name or (requested is None and chosen == DEFAULT):
-        NPU_GROUPED_MM.set_in(self.config, DEFAULT)
+        NPU_GROUPED_MM.set_in(self.config, DEFAULT, NPU_GROUPED_MM.name)
         registration.try_package(NPU_GROUPED_MM.repository)
         return NPU_GROUPED_MM.name
     return _ASKED if chosen == DEFAULT else chosen  # whoever asks for the default gets it, also from kernelize()
@@ -164,7 +164,7 @@ def _served(view: View) -> list[tuple[Any, Any]]:
 
 def remarks(view: View, served: list[Decision]) -> dict[Decision, str | None]:
     """Say what is not as fast as it could be in experts, or in blocks with a list of them, that are served."""
-    return {decision: _remark(decision) for decision in served if decision.kind == EXPERTS.in_models}
+    return {decision: _remark(decision) for decision in served if decision.kind is EXPERTS}
 
 
 def _remark(decision: Decision) -> str | None:

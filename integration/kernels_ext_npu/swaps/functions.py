@@ -29,8 +29,6 @@ from kernels_ext_npu.catalogue import LAYERS, ROTARY
 from kernels_ext_npu.distribution import kernels_internals
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.matching.function_scan import CalledFunction
-from kernels_ext_npu.matching.lookup import find_pattern
-from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.swaps import refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View
 from kernels_ext_npu.transformers_internals import is_kernel_function, original_function, package_function
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
     from kernels_ext_npu.recognition.rotations.functions import Rotation
 
 ROTATION = "rotation"  # owner, and attribute, of the forwards of functions that were found by running them
-_ROTATES = LAYERS[ROTARY.layers[0]]  # the repository of functions that rotate
 # functions of other people's code that are called rotary ones, and make what others rotate by
 _MAKES_ANGLES = re.compile(
     r"(?!_?apply_)(_?(get|build|make|create|init|compute|precompute|pad)_|.*(freqs|cache|params|layout))"
@@ -58,19 +55,15 @@ def install(active: Registration) -> None:
 
 def find(view: View) -> Iterator[Decision]:
     """Decide of every function that a kernel may serve and a module calls, once for each module."""
-    patterns = {callee: find_pattern(callee.function) for callee in view.callers}
-    for path, module in view.named if patterns else ():
-        for callee in view.calls.get(module, ()):
-            pattern = patterns[callee]
-            rotation = None if pattern else view.rotations.get(callee)
-            if not (pattern or (rotation and rotation.layer)) and _makes_angles(callee):
+    for path, module, functions in view.calls:
+        for callee in functions:
+            layer, rotation = view.function_layers.get(callee), view.rotations.get(callee)
+            makes_angles = not callee.file.startswith("transformers.") and _MAKES_ANGLES.match(callee.name)
+            if layer is None and (makes_angles or module in view.recognised):  # a module that rotates has its own row
                 continue
-            layer = pattern.layers[0] if pattern else (rotation and rotation.layer) or None
-            if layer is None and module in view.recognised:  # it helps what rotates, and has a row of its own
-                continue
-            reason = _refusal(module, callee, pattern, rotation)
+            reason = _refusal(module, callee, layer, rotation)
             # not where a package computes it, nor for unknown functions that do not rotate
-            is_meant = callee.kind is ROTARY if pattern is None else _is_ours(callee)
+            is_meant = callee.kind is ROTARY if layer is None else _is_ours(callee)
             yield Decision(
                 path,
                 module,
@@ -78,8 +71,8 @@ def find(view: View) -> Iterator[Decision]:
                 reason,
                 layer if reason in (None, refusals.OTHER_SETTINGS) else None,
                 None if rotation is None or rotation.left is None else refusals.left_calls(rotation.left),
-                kind=callee.kind.in_models,
-                is_candidate=is_meant and refusals.left_out(pattern.repository if pattern else _ROTATES) is None,
+                kind=callee.kind,
+                is_candidate=is_meant and refusals.left_out(LAYERS[layer or ROTARY.layers[0]]) is None,
                 function=callee.name,
                 class_name=getattr(original_function(callee.function), "__qualname__", callee.name),
             )
@@ -93,18 +86,16 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     """
     active = swapping.registration
     taken: dict[nn.Module, str] = {}
-    for callee, modules in view.callers.items():
-        pattern = find_pattern(callee.function)
-        rotation = None if pattern else view.rotations.get(callee)
-        is_here = not all(map(is_elsewhere, modules))
-        if rotation is not None and rotation.layer and is_here and registration.uses(_ROTATES):
-            _bind_rotation(_function_module(active, callee), rotation, active)
-        if pattern is None or not (_is_ours(callee) and registration.uses(pattern.repository)):
+    for callee, layer in view.function_layers.items():
+        if not (_is_ours(callee) and registration.uses(LAYERS[layer])):
             continue
-        if is_here:
-            active.function_layers[_function_module(active, callee)] = pattern.layers[0]
-        if callee.function in active.function_layers:
-            taken[callee.function] = pattern.layers[0]
+        rotation = view.rotations.get(callee)
+        if not all(map(is_elsewhere, view.callers[callee])):
+            active.function_layers[_function_module(active, callee)] = layer
+            if rotation is not None:
+                _bind_rotation(callee.function, rotation)
+        if rotation is None and callee.function in active.function_layers:
+            taken[callee.function] = layer
     kernels_internals.bind_layers(taken, swapping.mode)
 
 
@@ -117,9 +108,7 @@ def revert(view: View) -> None:
             registration.current.function_layers.pop(function, None)
 
 
-def _refusal(
-    module: nn.Module, callee: CalledFunction, pattern: Pattern | None, rotation: Rotation | None
-) -> str | None:
+def _refusal(module: nn.Module, callee: CalledFunction, layer: str | None, rotation: Rotation | None) -> str | None:
     """Return why a module that calls a function, known by a pattern or by running it, runs no kernel of ours."""
     forward = forward_binding.kernel_forward(callee.function) if is_kernel_function(callee.function) else None
     is_ours = loaded_kernels.layer_name(forward) is not None
@@ -130,7 +119,7 @@ def _refusal(
         is_ours = bound is not None
         if bound not in (None, rotation):
             return refusals.OTHER_SETTINGS
-    if pattern is None and (rotation is None or not rotation.layer):
+    if layer is None:
         original = original_function(callee.function)
         if callee.kind is not ROTARY and original is not None:
             return classification.reason(callee.kind, f"{callee.file.rpartition('modeling_')[2]}:{callee.name}")
@@ -140,7 +129,7 @@ def _refusal(
         return refusals.unknown_function(rotation.refused if rotation else None)
     if is_ours or is_elsewhere(module):
         return refusals.elsewhere(module)
-    if (left_out := refusals.left_out(pattern.repository if pattern else _ROTATES)) is not None:
+    if (left_out := refusals.left_out(LAYERS[layer])) is not None:
         return left_out
     if not _is_ours(callee):
         package = package_function(callee.function)
@@ -148,20 +137,15 @@ def _refusal(
     return refusals.NOT_REGISTERED if registration.current is None else refusals.NOT_ASKED_FOR_BY_ANY
 
 
-def _makes_angles(callee: CalledFunction) -> bool:
-    return not callee.file.startswith("transformers.") and _MAKES_ANGLES.match(callee.name) is not None
-
-
 def _bound_rotation(function: nn.Module) -> Rotation | None:
     """Return what the module of a function was bound as; None if no forward of a rotation is bound to it."""
     return getattr(vars(function).get("forward"), ROTATION, None)
 
 
-def _bind_rotation(function: nn.Module, rotation: Rotation, active: Registration) -> None:
+def _bind_rotation(function: nn.Module, rotation: Rotation) -> None:
     """Bind the forward that rotates by the kernel to the module of a function that was found by running it."""
     from kernels_ext_npu.swaps.recognised.rotations import make_forward  # models of transformers do without
 
-    active.function_layers[function] = rotation.layer
     if _bound_rotation(function) is not rotation:
         forward_binding.take_out(function)
         rotation.left = None

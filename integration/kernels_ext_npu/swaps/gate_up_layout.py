@@ -24,7 +24,7 @@ JOINING = ("SwiGLUMLP", "GeGLUMLP", "ExactGeGLUMLP")
 
 def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     """Pack the projections of every swapped MLP where that can be; otherwise its forward multiplies twice."""
-    for module, layer, package in view.placed:
+    for module, (layer, package) in view.placed.items():
         if layer in WITH_GATE_AND_UP:
             package.packing.pack(*_multiplied(module, layer, package))
         if layer in MLPS.layers:

@@ -102,8 +102,7 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
             swapping.registration.patches.attribute(cls, "kernel_layer_name", serving[cls])
     try:
         swapping.bind_layers(swapping.mode)
-        marks = {cls: cls.kernel_layer_name for cls in serving}
-        others = {module: layer for module, layer in layers.items() if layer and layer != marks[type(module)]}
+        others = {m: layer for m, layer in layers.items() if layer and layer != type(m).kernel_layer_name}  # type: ignore[attr-defined]
         # what the kernel of somebody else computes, as a `KernelConfig` may say, is left to it
         left = {m: layer for m, layer in others.items() if bound_layer(m) is not None or kernel_forward(m) is None}
         kernels_internals.bind_layers(left, swapping.mode)
@@ -130,9 +129,8 @@ def _decide(
     seen: NotRecognised | None,
 ) -> Decision:
     layer = pattern.layer_for(module) if pattern else None
-    counted = kind.in_models if kind else None
     if present is not None:
-        return Decision(path, module, layer, _since_swapped(module, pattern, layer, present), present, kind=counted)
+        return Decision(path, module, layer, _since_swapped(module, pattern, layer, present), present, kind=kind)
     is_other_norm = isinstance(module, _OTHER_NORMS)
     reason: str | None
     if (forward := kernel_forward(module)) is not None:
@@ -147,7 +145,7 @@ def _decide(
         reason = replaced or refusals.unknown_forward(seen)
     calls_itself = seen is not None and seen.calls_operator
     is_candidate = kind is not None and not (is_other_norm or calls_itself or _is_other(module, kind, pattern))
-    return Decision(path, module, layer, reason, kind=counted, is_candidate=is_candidate)
+    return Decision(path, module, layer, reason, kind=kind, is_candidate=is_candidate)
 
 
 def _refusal(module: nn.Module, pattern: Pattern) -> str | None:

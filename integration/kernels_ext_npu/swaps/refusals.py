@@ -60,7 +60,7 @@ def not_swapped() -> Reason:
     return NOT_REGISTERED if registration.current is None else NOT_ASKED_FOR
 
 
-def changed(module: nn.Module, reason: str, is_model_elsewhere: bool = False) -> Reason:
+def changed(module: nn.Module, reason: str, is_model_elsewhere: bool) -> Reason:
     """Say of a kernel that is in place that it no longer fits, until kernels are looked at again.
 
     A module without tensors is where the model around it is.

@@ -18,7 +18,7 @@ from torch import nn
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.forward_binding import bound_layer
 from kernels_ext_npu.binding.loaded_kernels import MATCHED, class_forward
-from kernels_ext_npu.matching.function_scan import CalledFunction, called_functions
+from kernels_ext_npu.matching.function_scan import called_functions
 from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.swaps.decision import Decision, Finder, View, bind_forwards
 from kernels_ext_npu.syntax.repeated_heads import without_repeats
@@ -37,16 +37,11 @@ def find(view: View) -> Iterator[Decision]:
                 yield from [Decision("", module, make=make) for module in modules]
 
 
-def _shares(callee: CalledFunction) -> bool:
-    """Tell whether a function is a delta rule that a layer of ours computes with grouped heads."""
-    pattern = find_pattern(callee.function)
-    return pattern is not None and pattern.layers[0] in _SHARING
-
-
 @functools.cache
 def _sharing_forward(cls: type[nn.Module], original: FunctionType) -> FunctionType | None:
     """Return a forward that skips the repeats while the kernel is in place; None for a class that repeats nothing."""
-    rules = [callee for callee in called_functions(cls) if _shares(callee)]
+    patterns = {callee: find_pattern(callee.function) for callee in called_functions(cls)}
+    rules = [callee for callee, pattern in patterns.items() if pattern is not None and pattern.layers[0] in _SHARING]
     shared = without_repeats(original, frozenset(rule.name for rule in rules)) if rules else None
     if shared is None:
         return None

@@ -11,12 +11,13 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 import kernels_ext_npu
+from kernels_ext_npu.catalogue import Kind
 from kernels_ext_npu.swaps import finders
 from kernels_ext_npu.swaps.decision import Decision, Finder, View, bind_forwards
 from tests.support import zoo
 from tests.support.served import rows
 
-KIND, LAYER = "embeddings", "Lookup"
+KIND, LAYER = Kind("embeddings", (), "embeddings"), "Lookup"
 
 
 def lookup(self: nn.Embedding, input: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ def model(registered, monkeypatch) -> PreTrainedModel:
 
 
 def said(model: PreTrainedModel) -> tuple[str | None, bool, str | None]:
-    (row,) = rows(model, KIND)
+    (row,) = rows(model, KIND.in_models)
     return row.kernel, row.swapped, row.reason
 
 

@@ -76,7 +76,8 @@ def install(registration: Registration) -> None:
         # For torch's context parallelism it refuses windows and removes masks: the kernel computes both there.
         patches.method(accelerator, _DROPS_MASKS, calls.attach_context_parallel_hooks, is_registered)
     # They branch by whether a name has "flash" in it: neither that of ours nor sdpa says what they want to know.
-    flash_attention_requested.patch_all(patches)
+    asking = {file for file in list(sys.modules) if file.startswith("transformers.")}
+    flash_attention_requested.patch_files(asking, patches)
 
 
 def find(view: View) -> Iterator[Decision]:
@@ -87,17 +88,16 @@ def find(view: View) -> Iterator[Decision]:
         facts, reason = view.facts[type(module)], _refusal(module)
         present = name if reason is None else None
         if facts.is_indexer:
-            yield Decision(path, module, name, reason, present, kind=INDEXERS.in_models, is_candidate=False)
+            yield Decision(path, module, name, reason, present, kind=INDEXERS, is_candidate=False)
         if facts.attends and not _is_called_by_transformers(view, path, module):
             layer = name if eligibility.class_refusal(type(module)) is None else None
-            is_candidate = reason is None
-            yield Decision(path, module, layer, reason, present, kind=ATTENTION.in_models, is_candidate=is_candidate)
+            yield Decision(path, module, layer, reason, present, kind=ATTENTION, is_candidate=reason is None)
 
 
 def remarks(view: View, served: list[Decision]) -> dict[Decision, str | None]:
     """Say of attention that the kernel computes what is not as fast as it could be, or not as without kernels."""
-    found = {d: _remark(view.model, d.path, d.module) for d in served if d.kind == ATTENTION.in_models}
-    return found | {d: indexers.remark(d.module) for d in served if d.kind == INDEXERS.in_models}
+    found = {d: _remark(view.model, d.path, d.module) for d in served if d.kind is ATTENTION}
+    return found | {d: indexers.remark(d.module) for d in served if d.kind is INDEXERS}
 
 
 def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
@@ -105,7 +105,7 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     for _, module in view.named:
         if eligibility.KERNEL_DISABLED in vars(module) and module not in registration.restored:
             delattr(module, eligibility.KERNEL_DISABLED)
-    for _, model in view.pretrained:
+    for model in view.pretrained:
         if model not in registration.restored:
             eligibility.forget_restored(model.config)
     if NPU_FLASH_ATTENTION.is_registered():
@@ -122,12 +122,12 @@ def revert(view: View) -> None:
     """Let a model compute its attention without the kernel, and its config name what it named before."""
     calling = [cls for cls, facts in view.facts.items() if facts.names_attention]
     modules = [module for _, module in view.instances(calling) if eligibility.calls_by_name(module)]
-    attn_implementation.take_out([model for _, model in view.pretrained], modules)
+    attn_implementation.take_out(view.pretrained, modules)
     choosing = view.instances([cls for cls, facts in view.facts.items() if facts.is_indexer])
     for module in (*modules, *(module for _, module in choosing)):
         setattr(module, eligibility.KERNEL_DISABLED, True)
         indexers.end_training(module)
-    for _, model in view.pretrained:
+    for model in view.pretrained:
         eligibility.note_restored(model.config)
 
 
@@ -139,12 +139,8 @@ def _function(module: nn.Module) -> str | None:
 
 def _is_called_by_transformers(view: View, path: str, module: nn.Module) -> bool:
     """Tell whether a module is torch's, inside one of transformers: most of these ask for weights."""
-    if not isinstance(module, nn.MultiheadAttention):
-        return False
-    owner = path.rpartition(".")[0]
-    return any(
-        type(each).__module__.startswith("transformers.") for other, each in view.named if other == owner != path
-    )
+    owner = view.model.get_submodule(path.rpartition(".")[0])
+    return isinstance(module, nn.MultiheadAttention) and type(owner).__module__.startswith("transformers.")
 
 
 def _refusal(module: nn.Module) -> str | None:

@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
-from kernels_ext_npu.binding.patches import FLEX_ATTENTION
+from kernels_ext_npu.flex_attention import FLEX_ATTENTION
 from kernels_ext_npu.matching import classification
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals

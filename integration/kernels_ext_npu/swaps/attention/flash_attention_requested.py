@@ -19,17 +19,13 @@ from transformers.utils import generic
 from transformers.utils.generic import is_flash_attention_requested
 
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
-from kernels_ext_npu.binding.patches import LONGEST, REQUESTED, Patches, modules_with
+from kernels_ext_npu.binding.patches import Patches
 from kernels_ext_npu.swaps.attention.eligibility import uses_kernel
 
+# functions that each module that has imported them by name calls as its own
+_REQUESTED, _LONGEST = "is_flash_attention_requested", "get_max_seqlen"
 _MASKS, _TOWERS = "transformers.masking_utils", "transformers.vision_utils"
 _ANSWERED = (_MASKS, _TOWERS, "transformers.models.")  # the modules of transformers whose question is answered here
-
-
-def patch_all(patches: Patches) -> None:
-    """Replace the questions of transformers' modules that are there by now."""
-    asking = modules_with(REQUESTED, LONGEST)
-    patch_files({name for name in asking if name.startswith("transformers.")}, patches)
 
 
 def patch_files(files: Iterable[str], patches: Patches) -> None:
@@ -38,11 +34,11 @@ def patch_files(files: Iterable[str], patches: Patches) -> None:
         if name.startswith("transformers.") and not name.startswith(_ANSWERED):
             continue
         file = sys.modules[name]
-        if vars(file).get(REQUESTED) is is_flash_attention_requested:
+        if vars(file).get(_REQUESTED) is is_flash_attention_requested:
             answer = functools.partial(_is_requested, name != _MASKS and _source_passes_cu_seqlens(name))
-            patches.attribute(file, REQUESTED, answer)
-        if LONGEST in vars(file) and vars(file)[LONGEST] is generic.get_max_seqlen:  # from transformers 5.22 on
-            patches.attribute(file, LONGEST, _given_max_seqlen)
+            patches.attribute(file, _REQUESTED, answer)
+        if _LONGEST in vars(file) and vars(file)[_LONGEST] is generic.get_max_seqlen:  # from transformers 5.22 on
+            patches.attribute(file, _LONGEST, _given_max_seqlen)
 
 
 @functools.cache

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicCache
 
 from kernels_ext_npu.binding import registration
-from kernels_ext_npu.binding.devices import is_elsewhere
 from kernels_ext_npu.binding.named_implementation import NPU_FLASH_ATTENTION
 from kernels_ext_npu.module_state import has_hooks
 from kernels_ext_npu.swaps import refusals
@@ -49,10 +48,8 @@ def refusal(module: nn.Module) -> str | None:
     config: Any = module.config
     if eligibility.KERNEL_DISABLED in vars(module):
         return refusals.NOT_ASKED_FOR
-    if is_elsewhere(module):
-        return refusals.elsewhere(module)
-    if eligibility.uses_kernel(config):
-        return None
+    if (away := refusals.elsewhere(module)) is not None or eligibility.uses_kernel(config):
+        return away
     return f"the attention implementation {config._attn_implementation} was asked for"
 
 
@@ -108,7 +105,8 @@ def _hand_on(ours: FunctionType, original: Callable, self: nn.Module, *args: Any
     is_looked_at = kwargs.get("output_attentions", getattr(self.config, "output_attentions", False))
     if is_looked_at or not (_is_on_npu(args, kwargs) and hands_on(self)):
         return original(self, *args, **kwargs)
-    named = dict(zip(_parameters(ours), (self, *args))) | kwargs
+    parameters = inspect.unwrap(ours).__code__.co_varnames  # which begin with them
+    named = dict(zip(parameters, (self, *args))) | kwargs
     return _in_parts(ours, **named) if _is_long(**named) else ours(self, *args, **kwargs)
 
 
@@ -167,11 +165,6 @@ def _join_padded(indices: tuple[Tensor, ...], keys: int) -> Tensor:
     """Join the indices of parts: a part with fewer keys than are chosen is padded with the last key, which it masks."""
     width = max(part.shape[-1] for part in indices)
     return torch.cat([F.pad(part, (0, width - part.shape[-1]), value=keys - 1) for part in indices], dim=1)
-
-
-@functools.cache
-def _parameters(forward: FunctionType) -> tuple[str, ...]:
-    return tuple(inspect.signature(forward).parameters)
 
 
 def _is_on_npu(args: tuple, kwargs: dict[str, Any]) -> bool:

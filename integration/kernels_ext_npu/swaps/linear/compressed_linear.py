@@ -77,8 +77,7 @@ def find(view: View) -> list[Decision]:
                 refused and Reason("another", f"another layer of the model is kept: {refused}")
             )
             present = NAME if forward_owner(module) == COMPRESSED else None
-            kind = PROJECTIONS.in_models
-            found.append(Decision(path, module, NAME, reason, present, kind=kind, is_candidate=False))
+            found.append(Decision(path, module, NAME, reason, present, kind=PROJECTIONS, is_candidate=False))
     return found
 
 

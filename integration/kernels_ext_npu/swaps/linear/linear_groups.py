@@ -24,18 +24,16 @@ _OWNER = "linear_groups"
 
 
 _Outputs = dict[nn.Module, tuple[Tensor, Tensor]]  # layer -> (its input, its output)
-# the innermost module with such layers whose forward runs, and the cached outputs of its layers
-_running: ContextVar[tuple[nn.Module, _Outputs] | None] = ContextVar("_running", default=None)
+# the innermost module with such layers whose forward runs, or one without layers, and the cached outputs of its layers
+_running: ContextVar[tuple[nn.Module, _Outputs]] = ContextVar("_running", default=(nn.Module(), {}))
 
 
 def put(view: View, served: Set[nn.Module]) -> None:
     """Bind the grouping forward to modules in which all layers of one input are served, and remove it from others."""
-    for module in view.owned(_OWNER):
-        if not any(shared_input_groups(module)):
-            set_forward(module, None, _OWNER)
-    for _, module in view.named if served else ():
-        if not served.isdisjoint(module._modules.values()) and any(shared_input_groups(module)):
-            set_forward(module, _grouped_forward(type(module).forward), _OWNER)  # type: ignore[arg-type]
+    around = [module for _, module in view.named if not served.isdisjoint(module._modules.values())]
+    for module in (*view.owned(_OWNER), *around):
+        forward: Any = type(module).forward
+        set_forward(module, _grouped_forward(forward) if any(shared_input_groups(module)) else None, _OWNER)
 
 
 def shared_input_groups(module: nn.Module) -> Iterator[list[nn.Module]]:
@@ -50,21 +48,20 @@ def shared_input_groups(module: nn.Module) -> Iterator[list[nn.Module]]:
 
 def called_next(layer: nn.Module) -> list[nn.Module]:
     """Return the group of layers of which this one is called first; an empty list if it leads none."""
-    running = _running.get()
-    groups = () if running is None else shared_input_groups(running[0])
-    return next((group for group in groups if group[0] is layer), [])
+    module, _ = _running.get()
+    return next((group for group in shared_input_groups(module) if group[0] is layer), [])
 
 
 def cache_outputs(x: Tensor, layers: Sequence[nn.Module], outputs: Sequence[Tensor]) -> None:
     """Cache outputs of layers of one input until they are called, or the forward of their module ends."""
-    if (running := _running.get()) is not None:
-        running[1].update({layer: (x, output) for layer, output in zip(layers, outputs, strict=True)})
+    _, cached = _running.get()
+    cached.update({layer: (x, output) for layer, output in zip(layers, outputs, strict=True)})
 
 
 def pop_cached(layer: nn.Module, x: Tensor) -> Tensor | None:
     """Take the cached output of a layer out; None if there is none, or it was of another input."""
-    running = _running.get()
-    found = None if running is None else running[1].pop(layer, None)
+    _, cached = _running.get()
+    found = cached.pop(layer, None)
     return found[1] if found is not None and found[0] is x else None
 
 

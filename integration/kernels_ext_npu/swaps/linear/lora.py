@@ -29,13 +29,7 @@ from kernels_ext_npu.swaps import gate_up_layout, refusals
 from kernels_ext_npu.swaps.decision import Decision, Finder, Swapping, View, bind_forwards
 from kernels_ext_npu.swaps.linear import compressed_linear, linear_groups
 from kernels_ext_npu.swaps.linear.linear_groups import LORA
-from kernels_ext_npu.swaps.linear.plain_linear import (
-    WRAPPED,
-    is_quantised,
-    qualified_name,
-    why_kept,
-    why_not_plain,
-)
+from kernels_ext_npu.swaps.linear.plain_linear import WRAPPED, is_quantised, qualified_name, why_kept, why_not_plain
 from kernels_ext_npu.syntax.source_tree import function_tree
 
 REPOSITORY = "Linear"
@@ -83,8 +77,7 @@ def find(view: View) -> list[Decision]:
             continue
         else:
             make, present, reason = None, None, reasons[type(module)]
-        kind = PROJECTIONS.in_models
-        found.append(Decision(path, module, None, reason, present, kind=kind, is_candidate=False, make=make))
+        found.append(Decision(path, module, None, reason, present, kind=PROJECTIONS, is_candidate=False, make=make))
     return found
 
 
@@ -108,7 +101,7 @@ def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
                 names = ", ".join(name for name, child in parent.named_children() if child in group)
                 found |= {adapted[layer]: f"one node with {names}" for layer in group if layer in adapted}
     for decision in served if adapted else ():
-        pair = gate_up_layout.called(decision.module) if decision.kind == MLPS.in_models else None
+        pair = gate_up_layout.called(decision.module) if decision.kind is MLPS else None
         if pair is not None and (apart := why_apart(*pair)) is not None:
             found[decision] = f"two products, since {apart}"
         elif pair is not None and all(forward_owner(e) == LORA and is_quantised(type(e.base_layer)) for e in pair):

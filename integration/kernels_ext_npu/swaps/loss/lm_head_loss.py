@@ -54,7 +54,7 @@ def find(view: View) -> Iterator[Decision]:
         if (call is None or looked) and (own_loss := _own_loss(owner)) is not None:  # what it does a call shows
             doubt = f"its model has a loss_function {own_loss} of its own, which may look at logits"
         make: Any = functools.partial(_make_forward, type(head).forward, caller)  # type: ignore[arg-type]
-        yield Decision(path, head, None, reason, present, doubt, kind=HEADS.in_models, is_candidate=False, make=make)
+        yield Decision(path, head, None, reason, present, doubt, kind=HEADS, is_candidate=False, make=make)
 
 
 def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
@@ -64,18 +64,12 @@ def remarks(view: View, served: list[Decision]) -> dict[Decision, str]:
 
 
 class Head(NamedTuple):
-    """A head whose model computes a loss.
-
-    Attributes:
-        path: its name in the model.
-        module: the head.
-        owner: the innermost model that computes the loss.
-        caller: the forward that calls the head and computes the loss; None where labels alone tell that a model does.
-    """
+    """A head whose model computes a loss."""
 
     path: str
     module: nn.Module
-    owner: nn.Module
+    owner: nn.Module  # the innermost model that computes the loss
+    # the forward that calls the head and computes the loss; None where labels alone tell that a model does
     caller: FunctionType | None = None
 
 
@@ -83,7 +77,7 @@ def find_heads(view: View) -> list[Head]:
     """Find the heads of models that compute a loss, each with the innermost of its models."""
     paths = {module: path for path, module in view.named}
     found: dict[nn.Module, Head] = {}
-    for _, model in view.pretrained:
+    for model in view.pretrained:
         if "labels" in (names := _names(model)) and names & _LOSSES:
             with suppress(NotImplementedError, AttributeError):
                 head = model.get_output_embeddings()

@@ -18,7 +18,6 @@ from kernels_ext_npu.binding.forward_binding import our_forward
 from kernels_ext_npu.binding.loaded_kernels import OWNER, forward_owner, marked
 from kernels_ext_npu.catalogue import KIND_OF_LAYER, LAYERS, ROTARY, ROUTERS, TABLES
 from kernels_ext_npu.matching.classification import LIBRARIES, rotary_methods
-from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.module_state import child_at
 from kernels_ext_npu.reasons import Reason
 from kernels_ext_npu.swaps import refusals
@@ -27,7 +26,6 @@ from kernels_ext_npu.swaps.gate_up_layout import why_apart
 
 if TYPE_CHECKING:
     from kernels_ext_npu.recognition.computed import Recognised
-    from kernels_ext_npu.recognition.moe_blocks.formulas import MoEBlock
 
 _WHAT = "_kernels_recognised"  # attribute of a forward of ours: what the module was recognised as
 
@@ -43,10 +41,10 @@ def find(view: View) -> Iterator[Decision]:
         present = before and before.computed.layer
         if what is None and present:
             reason: str | None = refusals.unknown_forward(view.not_recognised.get(module))
-            yield Decision(path, module, None, reason, present, kind=KIND_OF_LAYER[present].in_models)
+            yield Decision(path, module, None, reason, present, kind=KIND_OF_LAYER[present])
         elif what is not None and not (what.computed.rotation and _calls_rotation(view, module)):
             layer = what.computed.layer or None
-            kind = KIND_OF_LAYER[layer].in_models if layer else ROTARY.in_models
+            kind = KIND_OF_LAYER[layer] if layer else ROTARY
             layer = None if what.computed.refused else layer
             make = functools.partial(_make_forward, what, type(module).forward)
             left = what.computed.rotation and what.computed.rotation.left
@@ -55,7 +53,7 @@ def find(view: View) -> Iterator[Decision]:
                 from kernels_ext_npu.swaps.recognised.routers import why_aside
 
                 doubt = why_aside(module, what.computed.router)
-            expected = not (what.computed.refused and kind == ROUTERS.in_models)  # of routers many do without
+            expected = not (what.computed.refused and kind is ROUTERS)  # of routers many do without
             reason = _refusal(module, what, before)
             yield Decision(path, module, layer, reason, present, doubt, kind, is_candidate=expected, make=make)
         elif what is None and view.facts[type(module)].is_run and not _calls_rotation(view, module):
@@ -66,11 +64,8 @@ def find(view: View) -> Iterator[Decision]:
 def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
     """Bind the forwards, and take those out of modules that compute something else by now."""
     wanted = [decision for decision in decisions if decision.reason in (None, refusals.OTHER_SETTINGS)]
-    for method in wanted:
-        if method.function is not None and method.make is not None:
-            method.make()
-    fitting = {decision.module: decision.make for decision in wanted if decision.function is None}
-    forwards = {module: make() for module, make in fitting.items() if make is not None}
+    made = {(decision.module, decision.function): decision.make() for decision in wanted if decision.make is not None}
+    forwards = {module: forward for (module, function), forward in made.items() if function is None}
     for module, ours in view.forwards.items():
         if getattr(ours, OWNER, None) == RECOGNISED and ours is not forwards.get(module):
             forward_binding.take_out(module)
@@ -81,10 +76,11 @@ def put(view: View, decisions: Iterable[Decision], swapping: Swapping) -> None:
             forward_binding.put(module, forward)
         if (pair := _gate_and_up(module, view.recognised[module])) is not None:
             registration.package("SwiGLU").packing.pack(*pair)
-    for module, block in _blocks(view, forwards):  # once their experts have their forwards
-        from kernels_ext_npu.swaps.recognised import moe_blocks
+    for module in forwards:
+        if (block := view.recognised[module].computed.block) is not None:  # its experts have their forwards by now
+            from kernels_ext_npu.swaps.recognised import moe_blocks
 
-        moe_blocks.prepare(module, block)
+            moe_blocks.prepare(module, block)
 
 
 def revert(view: View) -> None:
@@ -99,27 +95,24 @@ def revert(view: View) -> None:
 def remarks(view: View, served: list[Decision]) -> dict[Decision, str | None]:
     """Say of gated MLPs why they multiply twice, and of blocks why they compute expert by expert."""
     found: dict[Decision, str | None] = {}
-    decisions = {decision.module: decision for decision in served if decision.function is None}
-    for module, block in _blocks(view, decisions):
-        from kernels_ext_npu.swaps.recognised import moe_blocks
-
-        found[decisions[module]] = moe_blocks.remark(module, block)
-    if (package := registration.try_package("SwiGLU")) is None:
-        return found
     for decision in served:
-        what = view.recognised.get(decision.module)
-        pair = None if what is None else _gate_and_up(decision.module, what)
-        if pair is not None and forward_owner(pair[0]) is None:  # of those with adapters their own rows tell
+        module = decision.module
+        if decision.function is not None or (what := view.recognised.get(module)) is None:
+            continue
+        if (block := what.computed.block) is not None:
+            from kernels_ext_npu.swaps.recognised import moe_blocks
+
+            found[decision] = moe_blocks.remark(module, block)
+        pair, package = _gate_and_up(module, what), registration.try_package("SwiGLU")
+        if pair is not None and package is not None and forward_owner(pair[0]) is None:  # adapted ones have own rows
             apart = why_apart(pair, package.packing)
-            if apart is not None:
-                found[decision] = f"two products, since {apart}"
+            found[decision] = apart and f"two products, since {apart}"
     return found
 
 
 def _calls_rotation(view: View, module: nn.Module) -> bool:
     """Tell whether a module calls a function that rotates, and that a kernel serves where it stands."""
-    called = [callee for callee in view.facts[type(module)].functions if callee.kind is ROTARY]
-    return any(find_pattern(each.function) or getattr(view.rotations.get(each), "layer", "") for each in called)
+    return any(f.kind is ROTARY and f in view.function_layers for f in view.facts[type(module)].functions)
 
 
 def _rotary_methods(cls: type[nn.Module]) -> dict[str, type[nn.Module]]:
@@ -147,17 +140,11 @@ def _decide_method(path: str, module: nn.Module, cls: type[nn.Module], name: str
         reason,
         layer if reason is None and found in (rotations or ()) else None,
         refusals.left_calls(found.left) if found is not None and found.left else None,
-        kind=ROTARY.in_models,
+        kind=ROTARY,
         function=name,
         class_name=f"{cls.__name__}.{name}",
         make=functools.partial(place_method, cls, name, found) if found is not None and layer else None,
     )
-
-
-def _blocks(view: View, modules: Iterable[nn.Module]) -> list[tuple[nn.Module, MoEBlock]]:
-    """Return those of some modules that send tokens to experts in a list."""
-    known = [(module, view.recognised[module].computed.block) for module in modules if module in view.recognised]
-    return [(module, block) for module, block in known if block is not None]
 
 
 def _gate_and_up(module: nn.Module, what: Recognised) -> tuple[Any, Any] | None:
@@ -192,22 +179,16 @@ def _make_forward(what: Recognised, matched: FunctionType) -> FunctionType:
 @functools.cache
 def _forward_with(package: ModuleType, what: Recognised, matched: FunctionType) -> FunctionType:
     """Return the forward that computes by a layer what a module was recognised as."""
+    from kernels_ext_npu.swaps.recognised import layer_forwards, moe_blocks, rotations  # other people's models alone
+
     if what.computed.rotation is not None:
-        from kernels_ext_npu.swaps.recognised.rotations import make_module_forward
-
-        made = make_module_forward(what, matched)
+        made = rotations.make_module_forward(what, matched)
     elif KIND_OF_LAYER[what.computed.layer] is TABLES:
-        from kernels_ext_npu.swaps.recognised.rotations import make_table_forward
-
-        made = make_table_forward(package, what, matched)
+        made = rotations.make_table_forward(package, what, matched)
     elif what.computed.block is not None:
-        from kernels_ext_npu.swaps.recognised import moe_blocks
-
         made = moe_blocks.make_block_forward(what, matched)
     else:
-        from kernels_ext_npu.swaps.recognised.layer_forwards import make_layer_forward
-
-        made = make_layer_forward(package, what, matched)
+        made = layer_forwards.make_layer_forward(package, what, matched)
     setattr(made, _WHAT, what)
     return marked(made, RECOGNISED)
 

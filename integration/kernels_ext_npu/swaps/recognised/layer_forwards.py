@@ -13,22 +13,38 @@ from torch.nn import functional as F
 from kernels_ext_npu.binding.loaded_kernels import forward_owner
 from kernels_ext_npu.binding.step_aside import guarded_forward
 from kernels_ext_npu.module_state import child_at, has_hooks
-from kernels_ext_npu.recognition import module_settings
 from kernels_ext_npu.recognition.computed import Recognised, Steps
-from kernels_ext_npu.recognition.module_settings import Settings
+from kernels_ext_npu.recognition.module_settings import Settings, has_settings
 
 _IDENTITY = nn.Identity()
+
+
+def is_as_it_was(module: Any, settings: Settings) -> bool:
+    """Tell whether a module has its settings, and nobody sees or changes what the layer does not call."""
+    return has_settings(module, settings) and are_unwatched(module, settings)
 
 
 def are_unwatched(module: nn.Module, settings: Settings) -> bool:
     """Tell whether nobody sees the calls of children that the layer does not call, or has replaced them."""
     for name, theirs in settings.children:
         child: Any = module._modules[name]
-        if has_hooks(child) or ("forward" in vars(child) and forward_owner(child) is None):
+        if has_hooks(child) or not has_own_forward(child):
             return False
         if theirs.children and not are_unwatched(child, theirs):
             return False
     return True
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Tell whether a module has the forward of its class, or ours in its place."""
+    return "forward" not in module.__dict__ or forward_owner(module) is not None
+
+
+class Members:
+    """What a layer reads of a module, by the names that it has for it. torch.compile knows no SimpleNamespace."""
+
+    def __init__(self, **members: Any) -> None:
+        vars(self).update(members)
 
 
 def make_layer_forward(package: ModuleType, what: Recognised, matched: FunctionType) -> FunctionType:
@@ -45,7 +61,7 @@ def make_layer_forward(package: ModuleType, what: Recognised, matched: FunctionT
     def holds(module: nn.Module) -> bool:
         if not computed.casts and torch.is_autocast_enabled("npu"):
             return False
-        return module_settings.has_settings(module, what.settings) and are_unwatched(module, what.settings)
+        return is_as_it_was(module, what.settings)
 
     def compute(module: nn.Module, x: Tensor, *others: Tensor | None) -> Any:
         roles = _Roles(module, what, matched, dropouts)

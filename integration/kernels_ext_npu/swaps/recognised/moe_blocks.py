@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.devices import awaits_weights
-from kernels_ext_npu.binding.loaded_kernels import OWNER
 from kernels_ext_npu.binding.step_aside import guarded_forward
 from kernels_ext_npu.catalogue import LAYERS
-from kernels_ext_npu.module_state import child_at, has_hooks
-from kernels_ext_npu.recognition.module_settings import Settings, has_settings, is_linear
+from kernels_ext_npu.module_state import child_at
+from kernels_ext_npu.recognition.module_settings import has_settings, is_linear
 from kernels_ext_npu.recognition.moe_blocks.children import shared_paths
 from kernels_ext_npu.recognition.moe_blocks.formulas import AddedLoss, Balance, MoEBlock, Routed, gained
+from kernels_ext_npu.swaps.recognised.layer_forwards import Members, has_own_forward, is_as_it_was
 from kernels_ext_npu.swaps.recognised.routers import choose_by
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ def make_block_forward(what: Recognised, matched: FunctionType) -> FunctionType:
     def holds(module: nn.Module) -> bool:
         is_known = module.training in modes
         is_known &= block.casts or not torch.is_autocast_enabled("npu")
-        return is_known and _is_as_it_was(module, what.settings) and _have_settings(module, block)
+        return is_known and is_as_it_was(module, what.settings) and _have_settings(module, block)
 
     def forward(self: nn.Module, x: Tensor) -> Any:
         rows, mode = x.reshape(-1, x.shape[-1]), modes[self.training]
-        experts = package.expert_lists.fusable_experts(_Roles(self, block), rows, block.top_k)
+        experts = package.expert_lists.fusable_experts(_members(self, block), rows, block.top_k)
         if experts is None:
             return matched(self, x)
         routed = rows if block.takes_rows else x
@@ -80,7 +80,7 @@ def prepare(module: nn.Module, block: MoEBlock) -> None:
 
 def remark(module: nn.Module, block: MoEBlock) -> str | None:
     """Say why the experts of a block are computed one after the other, or in which mode; None if in none."""
-    reason = None if awaits_weights() else _package().expert_lists.unfit(_Roles(module, block))
+    reason = None if awaits_weights() else _package().expert_lists.unfit(_members(module, block))
     if reason is not None:
         return f"expert by expert, since {reason}"
     modes = dict(block.modes)
@@ -107,36 +107,18 @@ def _have_settings(module: nn.Module, block: MoEBlock) -> bool:
     compiling = torch.compiler.is_compiling()
     for expert in experts._modules.values() if compiling or settings is not None else ():
         # in a graph the kernel does not see what it remembers of their forward
-        if compiling and not (_has_own_forward(expert) and type(expert).forward is block.experts.forward):
+        if compiling and not (has_own_forward(expert) and type(expert).forward is block.experts.forward):
             return False
-        if settings is not None and not _is_as_it_was(expert, settings):
-            return False
-    return True
-
-
-def _has_own_forward(module: Any) -> bool:
-    """Tell whether a module has the forward of its class, or ours in its place."""
-    own = module.__dict__.get("forward")
-    return own is None or getattr(getattr(own, "__func__", None), OWNER, None) is not None
-
-
-def _is_as_it_was(module: Any, settings: Settings) -> bool:
-    """Tell whether a module has its settings, and nobody sees or changes the calls of what is not called."""
-    if not has_settings(module, settings):
-        return False
-    for name, _ in settings.children:
-        child = module._modules[name]
-        if has_hooks(child) or not _has_own_forward(child):
+        if settings is not None and not is_as_it_was(expert, settings):
             return False
     return True
 
 
-class _Roles:
-    """The experts of a block as the layer looks for them. torch.compile knows no SimpleNamespace."""
-
-    def __init__(self, module: nn.Module, block: MoEBlock) -> None:
-        self.experts = module._modules[block.experts.name]
-        self.expert_projections, self.expert_activation = block.experts.projections, block.experts.activation
+def _members(module: nn.Module, block: MoEBlock) -> Members:
+    """Return the experts of a block as the layer looks for them."""
+    named = block.experts
+    experts = module._modules[named.name]
+    return Members(experts=experts, expert_projections=named.projections, expert_activation=named.activation)
 
 
 def _with_shared(module: Any, block: MoEBlock, x: Tensor, rows: Tensor, y: Tensor) -> Tensor:

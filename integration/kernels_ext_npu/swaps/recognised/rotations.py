@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, ModuleType
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from kernels_ext_npu.binding import registration
 from kernels_ext_npu.binding.devices import is_capturing
@@ -27,6 +27,7 @@ from kernels_ext_npu.recognition.function_settings import IN_PLACE
 from kernels_ext_npu.recognition.module_settings import has_settings
 from kernels_ext_npu.recognition.rotations.functions import Plan, Rotation, ask, make_question
 from kernels_ext_npu.recognition.rotations.modules import held_tensors
+from kernels_ext_npu.swaps.recognised.layer_forwards import Members
 
 if TYPE_CHECKING:
     from kernels_ext_npu.recognition.computed import Recognised
@@ -78,20 +79,13 @@ def make_table_forward(package: ModuleType, what: Recognised, matched: FunctionT
         is_aside |= inv_freq.requires_grad or inv_freq.dim() != 1 or x.device != position_ids.device
         if is_aside or position_ids.dim() != 2 or position_ids.is_floating_point():
             return matched(self, x, position_ids)
-        return layer(_Frequencies(inv_freq, **numbers), x, position_ids)
+        return layer(Members(inv_freq=inv_freq, **numbers), x, position_ids)
 
     def longer_forward(self: nn.Module, x: Tensor, position_ids: Tensor, unread: Any = None) -> tuple[Tensor, Tensor]:
         return forward(self, x, position_ids)
 
     takes_more = len(inspect.signature(matched).parameters) > 3
     return guarded_forward(longer_forward if takes_more else forward, matched, holds)  # type: ignore[arg-type]
-
-
-class _Frequencies:
-    """What a layer reads of a module that makes cos and sin. torch.compile knows no SimpleNamespace."""
-
-    def __init__(self, inv_freq: Any, attention_scaling: float) -> None:
-        self.inv_freq, self.attention_scaling = inv_freq, attention_scaling
 
 
 def place_method(cls: type, name: str, found: Rotation) -> None:
@@ -212,8 +206,8 @@ class _CosAndSin:
 
     def __init__(self) -> None:
         self._left: deque[Any] = deque(maxlen=3)  # what was asked for last, and is not kept
-        # by what the first tensor of angles is a view of, or by a module
-        self._kept: dict[int, tuple[weakref.ref[Any], Any, list[Tensor], tuple[Tensor, Tensor]]] = {}
+        # by what the first tensor of angles is a view of, or by a module: the key, other tensors, cos and sin
+        self._kept = WeakIdKeyDictionary()
 
     def __call__(
         self, function: Callable, plan: Plan, values: Sequence[Any], dtype: torch.dtype, lives: Any
@@ -229,19 +223,15 @@ class _CosAndSin:
         numbers = [value for value in values if type(value) is int]
         key = dtype, plan, plan.form.asked_shape(values), values[0].device, lie, numbers
         lives = _base(lives)
-        kept = self._kept.get(id(lives))
-        if kept is None or kept[1] != key:
+        kept = self._kept.get(lives)
+        if kept is None or kept[0] != key:
             self._left.append(key)
             if are_few and self._left.count(key) <= _CALLS[plan.form.rotated]:
                 return None
             with torch.inference_mode(False):
                 made = ask(function, plan, values, dtype, _question)
-            alive = weakref.ref(lives, functools.partial(self._forget, id(lives)))
-            kept = self._kept[id(lives)] = alive, key, [base for base in bases if base is not lives], made
-        return kept[3]
-
-    def _forget(self, number: int, _: object) -> None:
-        self._kept.pop(number, None)
+            kept = self._kept[lives] = key, [base for base in bases if base is not lives], made
+        return kept[2]
 
 
 def _base(value: Any) -> Any:

@@ -187,7 +187,7 @@ class FewExpertsBlock(nn.Module):
         super().__init__()
         self.router = nn.Linear(WIDTH, 3, bias=False)
         self.experts = nn.ModuleList(Expert() for _ in range(3))
-        self.bias = nn.Parameter(torch.linspace(-0.1, 0.1, 3), requires_grad=False)
+        self.register_buffer("bias", torch.linspace(-0.1, 0.1, 3))
 
     def forward(self, x):
         flat = x.view(-1, x.shape[-1])

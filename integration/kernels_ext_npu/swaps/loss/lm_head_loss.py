@@ -100,7 +100,9 @@ def _widening_layers(module: nn.Module, names: AbstractSet[str]) -> Iterator[nn.
         if child is not None and (name in names or isinstance(module, nn.ModuleList)):
             if not isinstance(child, nn.Linear):
                 yield from _widening_layers(child, names)
-            elif child.out_features > child.in_features:
+            elif getattr(child, "out_features", 0) > getattr(
+                child, "in_features", 0
+            ):  # a class of its own may have none
                 yield child
 
 

@@ -283,6 +283,24 @@ def test_a_head_with_fewer_words_than_features_is_none() -> None:
     assert served.rows(pair(Narrow)[0], HEADS.in_models) == []
 
 
+class Bare(nn.Linear):
+    """A linear layer that says nothing of its sizes."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.bias = nn.Parameter(torch.randn(WORDS, WIDTH)), None
+
+
+class Strange(Narrow):
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = Bare()
+
+
+def test_a_layer_without_sizes_is_left_alone() -> None:
+    assert served.rows(pair(Strange)[0], HEADS.in_models) == []
+
+
 def test_under_autocast_a_loss_is_float32_as_ever() -> None:
     ours, model = pair(NanoGPT)
     with torch.autocast("npu", torch.bfloat16):

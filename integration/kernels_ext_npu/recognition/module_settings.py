@@ -229,6 +229,9 @@ def _read_global(function: FunctionType, path: str) -> Any:
     return getattr(found, inner, None) if inner else found
 
 
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
 def is_opaque(child: Any) -> bool:
     """Tell whether a child is called as it is: a projection, a dropout, or what has parameters of its own."""
     drops = isinstance(child, nn.Dropout) and child.p > 0
@@ -236,8 +239,8 @@ def is_opaque(child: Any) -> bool:
 
 
 def is_container(child: Any) -> bool:
-    """Tell whether a child calls others one after the other, which are seen as children of the module themselves."""
-    holds_others = type(child) is not nn.Sequential or any(any(each.children()) for each in child.children())
+    """Tell whether a child holds others, or calls them in turn, which are seen as children of the module themselves."""
+    holds_others = type(child) not in _CONTAINERS or any(any(each.children()) for each in child.children())
     return not holds_others and read_settings(child) is not None
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import kernels_ext_npu
 from tests.integration.recognition.blocks import Block, launched, said
-from tests.integration.recognition.spellings.other_peoples_longer_mlps import InSequencesNotDropping
+from tests.integration.recognition.spellings.other_peoples_longer_mlps import InDictionary, InSequencesNotDropping
 from tests.integration.recognition.spellings.other_peoples_mlps import ByConfig, ByModule
 from tests.integration.recognition.spellings.other_peoples_norms import (
     WIDTH,
@@ -239,6 +239,24 @@ def test_what_changes_in_a_container_is_computed(registered, change: str) -> Non
     assert launched(lambda: model(x)) == 0
     torch.testing.assert_close(model(x), expected)
     assert len(calls) == (3 if "hook" in change else 0)
+
+
+@pytest.mark.parametrize("change", ["activation", "hook", "dictionary"])
+def test_what_changes_in_a_dictionary_is_computed(registered, change: str) -> None:
+    model, calls = kernels_ext_npu.kernelize(Block(InDictionary()).to("npu")), []
+    x = torch.randn(2, 5, WIDTH, device="npu")
+    assert launched(lambda: model(x)) == 1
+    parts = model.part.parts
+    if change == "activation":
+        parts["act"] = nn.ReLU()
+    elif change == "hook":
+        parts["act"].register_forward_hook(lambda *_: calls.append(change))
+    else:
+        model.part.parts = nn.ModuleDict({**dict(parts.items()), "act": nn.Tanh()})
+    expected = InDictionary.forward(model.part, x)
+    assert launched(lambda: model(x)) == 0
+    torch.testing.assert_close(model(x), expected)
+    assert len(calls) == (3 if change == "hook" else 0)
 
 
 class NormOfArguments(MetaNorm):

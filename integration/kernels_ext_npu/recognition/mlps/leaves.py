@@ -72,9 +72,10 @@ def put_leaves(module: nn.Module, leaves: dict[Any, Leaf], training: bool) -> di
     made: dict[str, nn.Module] = {path: leaf for path, leaf in leaves.items() if path in module._modules}
     for name in dict.fromkeys(path.partition(".")[0] for path in leaves if isinstance(path, str)):
         if name not in made:
-            held = module._modules[name]._modules.items()  # type: ignore[union-attr]
-            mode = {"training": training}
-            made[name] = nn.Sequential(*(leaves.get(f"{name}.{n}") or stand_in(each, mode) for n, each in held))  # type: ignore[arg-type]
+            container: Any = module._modules[name]
+            mode, held = {"training": training}, container._modules.items()
+            made[name] = type(container)()
+            made[name]._modules = {n: leaves.get(f"{name}.{n}") or stand_in(each, mode) for n, each in held}
     return made
 
 

@@ -238,6 +238,31 @@ class EndingInASequence(Projected):
         return self.w2(self.act(self.w1(x)) * self.w3(x))
 
 
+class InList(nn.Module):
+    """Holds its projections in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projections = nn.ModuleList([nn.Linear(WIDTH, INNER), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)])
+
+    def forward(self, x):
+        gate, up = (projection(x) for projection in self.projections[:2])
+        return self.projections[2](F.silu(gate) * up)
+
+
+class InDictionary(nn.Module):
+    """Holds them, and its activation, by names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parts = {"fc": nn.Linear(WIDTH, 2 * INNER), "act": nn.GELU(approximate="tanh"), "proj": nn.Linear(INNER, WIDTH)}
+        self.parts = nn.ModuleDict(parts)
+
+    def forward(self, x):
+        gate, up = self.parts["fc"](x).chunk(2, dim=-1)
+        return self.parts.proj(self.parts["act"](gate) * up)
+
+
 def dropout_add(x, residual, p, training):
     return residual + F.dropout(x, p=p, training=training)
 
@@ -282,6 +307,8 @@ LONGER_MLPS = {
     **dict.fromkeys((DroppedInside, Dropping, T5Dense, InSequences), "DropoutMLP"),
     InSequencesNotDropping: "GeGLUMLP",
     EndingInASequence: "NormedMLP",
+    InList: "SwiGLUMLP",
+    InDictionary: "FusedGeGLUMLP",
     AddingWhatIsLeft: "SwiGLUMLP",
     **dict.fromkeys((Halved, Scaling), "ScaledSwiGLUMLP"),
     ClampedBoth: "ClampedSwiGLUMLP",

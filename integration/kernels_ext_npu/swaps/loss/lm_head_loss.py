@@ -94,15 +94,14 @@ def find_heads(view: View) -> list[Head]:
 def _widening_layers(module: nn.Module, names: AbstractSet[str]) -> Iterator[nn.Linear]:
     """Yield the linear layers that a forward may call, by the names that it uses, if they give more than they get.
 
-    Of others the logits take less memory than the hidden states.
+    The logits of others take no more memory than their hidden states.
     """
     for name, child in module._modules.items():
         if child is not None and (name in names or isinstance(module, nn.ModuleList)):
             if not isinstance(child, nn.Linear):
                 yield from _widening_layers(child, names)
-            elif getattr(child, "out_features", 0) > getattr(
-                child, "in_features", 0
-            ):  # a class of its own may have none
+            # a class of its own may have no sizes
+            elif getattr(child, "out_features", 0) > getattr(child, "in_features", 0):
                 yield child
 
 

@@ -141,7 +141,7 @@ def _first_words(step: Step, dimensions: int, words: int) -> int | None:
     Example: ``logits[..., :50257]`` of a vocabulary of 50,304.
     """
     index = step.args[0] if step.name == "__getitem__" else None
-    if not (isinstance(index, tuple) and isinstance(index[-1], slice)):
+    if not (isinstance(index, tuple) and index and isinstance(index[-1], slice)):
         return None
     *others, last = index
     chosen: Any = range(words)[last]

@@ -77,6 +77,13 @@ class ByModule(Model):
         return self.criterion(self.lm_head(self.body(words)).flatten(0, 1), targets.flatten())
 
 
+class Indexed(Model):
+    """Indices that choose all there is."""
+
+    def forward(self, words: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(self.lm_head(self.body(words))[()][:, :, :], targets)
+
+
 class WordsFirst(Model):
     """``[B, V, S]``, as cross entropy takes it, and a weight for each word of the text."""
 
@@ -144,7 +151,7 @@ class Several(nn.Module):
 
 MODELS = {
     cls.__name__: cls
-    for cls in (NanoGPT, Padded, ByModule, WordsFirst, WordsFirstCast, OfImages, InParts, Below, Several)
+    for cls in (NanoGPT, Padded, ByModule, Indexed, WordsFirst, WordsFirstCast, OfImages, InParts, Below, Several)
 }
 
 

@@ -4,12 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import kernels_ext_npu
 from kernels_ext_npu.swaps.loss.deferred_logits import DeferredLogits
 from tests.distributed import engines, matrix, models
 from tests.distributed.models import Tensors
+from tests.integration.swaps.loss.test_other_peoples_heads import NanoGPT, batch
 
 
 def look(
@@ -71,3 +74,37 @@ def test_logits_wait_or_there_is_a_reason_and_no_gradient_is_missing(
             assert gradients.keys() == truth.keys() - {"loss"}
             places = [ids.tolist().index(row) for row in rows]
             torch.testing.assert_close(logits, expected[places], rtol=0, atol=matrix.TOLERANCE)
+
+
+def step_of_a_model_of_own_code(engine: str, is_kept: bool) -> tuple[bool, Tensor, Tensors]:
+    """Take a step of a model that is none of transformers', alike on both ranks.
+
+    Returns:
+        Whether logits were deferred, the logits that were kept, or the loss, and all gradients.
+    """
+    with engines.registered(True):
+        torch.manual_seed(0)
+        model: nn.Module = kernels_ext_npu.kernelize(NanoGPT().npu())
+        if engine == "DDP":
+            model = DistributedDataParallel(model)
+        elif engine == "FSDP2":
+            fully_shard(model.body.mix)
+            fully_shard(model)
+        logits, loss = model(*(each.npu() for each in batch()))
+        is_deferred = isinstance(logits, DeferredLogits) and logits.known is None
+        if not is_kept:
+            logits = loss
+        loss.backward()
+        return is_deferred, logits.detach().cpu(), engines.gradients(model)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
+def test_heads_of_own_code_wait_too(engine: str, is_kept: bool, two_ranks) -> None:
+    _, expected, truth = step_of_a_model_of_own_code("none", is_kept)
+    for is_deferred, found, gradients in two_ranks.run(step_of_a_model_of_own_code, engine, is_kept):
+        assert is_deferred
+        torch.testing.assert_close(found, expected, rtol=0, atol=matrix.TOLERANCE)
+        assert gradients.keys() == truth.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, truth[name], rtol=0, atol=matrix.TOLERANCE, msg=name)

@@ -171,6 +171,7 @@ FOUND: list[tuple[str, list[tuple[Any, ...]]]] = [
          ("cast_to_bfloat16", 0)],
     ),
     ("relative positions", [("wrap_a_forward", 0), ("cast_to_half", 0), ("call_without_labels", 0)]),
+    ("dense", [("keep_outputs", 0), ("cast_norms", 0), ("go_backward_from_kept_outputs", 0)]),
 ]  # fmt: skip
 
 

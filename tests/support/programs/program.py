@@ -21,6 +21,7 @@ DOCUMENTED: dict[str, str] = {
     **dict.fromkeys(DECODING, "attention_mask is for"),
     # of a copy, or of what was loaded, once kernels are unregistered
     "call": "(npu_grouped_mm. is not a valid experts|npu_flash_attention. is not a valid attention) implementation",
+    "go_backward_from_kept_outputs": "_backward: .* of dtypes",  # a weight was cast in between
 }
 
 

@@ -1,8 +1,8 @@
 """Heads of language models whose loss is computed without their logits, by the forward of their model.
 
 That forward stays: its head returns logits that are computed when somebody looks at them, and cross entropy of these
-does not (deferred_logits.py). In other people's code a head is a linear layer that widens, which is called by a forward
-that computes a cross entropy itself; a model of transformers has one, and computes a loss if it is given labels.
+does not (deferred_logits.py). In other people's code a head is the linear layer that a forward calls last, of those
+that widen, if it computes a cross entropy itself; a model of transformers has one, and a loss if it is given labels.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from kernels_ext_npu.swaps.linear.plain_linear import why_not_plain
 from kernels_ext_npu.swaps.loss.deferred_logits import defer
 from kernels_ext_npu.swaps.loss.gradients import Call
 from kernels_ext_npu.swaps.loss.steps import Product
+from kernels_ext_npu.syntax.source_tree import instructions
 
 REPOSITORY = "CrossEntropy"
 NAME = "linear_cross_entropy"
@@ -85,24 +86,33 @@ def find_heads(view: View) -> list[Head]:
                     found[head] = Head(paths[head], head, model)
     for cls, facts in view.facts.items():
         for owner in view.by_class[cls] if facts.is_others else ():
-            for head in _widening_layers(owner, facts.names) if _computes_loss(owner, facts.names) else ():
-                caller: Any = inspect.unwrap(cls.forward)  # type: ignore[arg-type]
+            caller: Any = inspect.unwrap(cls.forward)  # type: ignore[arg-type]
+            for head in _called_last(caller, owner, facts.names) if _computes_loss(owner, facts.names) else ():
                 found[head] = Head(paths[head], head, found[head].owner if head in found else owner, caller)
     return list(found.values())
 
 
-def _widening_layers(module: nn.Module, names: AbstractSet[str]) -> Iterator[nn.Linear]:
+def _called_last(forward: FunctionType, model: nn.Module, names: AbstractSet[str]) -> list[nn.Linear]:
+    """Return the widening layer that a forward names last, with what its methods and functions may call."""
+    order = {step.argval: place for place, step in enumerate(instructions(forward.__code__))}  # the last place counts
+    layers = [(order.get(name), layer) for name, layer in _widening_layers(model, names)]
+    last = max((place for place, _ in layers if place is not None), default=None)
+    return [layer for place, layer in layers if place in (last, None)]
+
+
+def _widening_layers(module: nn.Module, names: AbstractSet[str], listed: str = "") -> Iterator[tuple[str, nn.Linear]]:
     """Yield the linear layers that a forward may call, by the names that it uses, if they give more than they get.
 
-    The logits of others take no more memory than their hidden states.
+    The logits of others take no more memory than their hidden states. Those of a list have its name.
     """
     for name, child in module._modules.items():
-        if child is not None and (name in names or isinstance(module, nn.ModuleList)):
+        if child is not None and (listed or name in names):
+            called = listed or name
             if not isinstance(child, nn.Linear):
-                yield from _widening_layers(child, names)
+                yield from _widening_layers(child, names, called if isinstance(child, nn.ModuleList) else "")
             # a class of its own may have no sizes
             elif getattr(child, "out_features", 0) > getattr(child, "in_features", 0):
-                yield child
+                yield called, child
 
 
 def _computes_loss(model: nn.Module, names: AbstractSet[str]) -> bool:

@@ -252,8 +252,8 @@ class Every(Model):
         return cross_entropy(self.lm_head(self.body(words))[..., ::2], targets.clamp(-1, WORDS // 2 - 1))
 
 
-class Perceptron(nn.Module):
-    """A layer that widens and is no head, beside one that is."""
+class Flat(nn.Module):
+    """Layers that widen and are no head, ahead of one that is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +267,27 @@ class Perceptron(nn.Module):
         return cross_entropy(self.out(hidden.relu_() * hidden[..., :1].sigmoid()), targets)
 
 
-@pytest.mark.parametrize("cls", [Weighted, Shuffled, Every, Perceptron])
+class Gated(Flat):
+    """Logits of which a gate of the last layer decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.body(words)
+        return cross_entropy(self.out(self.up(hidden)) * self.gate(hidden).sigmoid(), targets)
+
+
+def test_of_the_layers_that_widen_a_forward_calls_the_head_last() -> None:
+    ours, model = pair(Flat)
+    assert [row.path for row in served.rows(ours, HEADS.in_models)] == ["out"]
+    torch.testing.assert_close(step(ours, *batch()), step(model, *batch()), rtol=TOLERANCE, atol=0)
+    assert_same_gradients(ours, model)
+    assert head_row(ours).reason is None
+
+
+@pytest.mark.parametrize("cls", [Weighted, Shuffled, Every, Gated])
 def test_what_the_kernel_does_not_compute_is_computed_from_logits(cls: type[nn.Module]) -> None:
     ours, model = pair(cls)
     torch.testing.assert_close(step(ours, *batch()), step(model, *batch()), rtol=TOLERANCE, atol=0)

@@ -179,21 +179,31 @@ def test_a_causal_mask_of_fewer_queries_begins_at_the_first_key() -> None:
 OF_KEYS = padded_causal()[:, :, -1:]
 
 
+@pytest.mark.parametrize("is_on", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("queries", [6, 3])
 @pytest.mark.parametrize(
     ("mask", "is_fused"),
-    [(OF_KEYS == 0, True), (OF_KEYS, True), (OF_KEYS.flip(-1), False), (torch.arange(6.0), False)],
+    [(OF_KEYS == 0, True), (OF_KEYS, True), (OF_KEYS.flip(-1).clamp(min=-32), False), (torch.arange(6.0), False)],
     ids=["boolean", "lowest", "first queries see no key", "bias"],
 )
-def test_a_mask_of_keys_may_be_causal_too(mask: Tensor, is_fused: bool, queries: int) -> None:
+def test_a_mask_of_keys_may_be_causal_too(mask: Tensor, is_fused: bool, queries: int, is_on: bool) -> None:
     """Which torch refuses on the NPU, and computes on the CPU: vision language models mask their padding so."""
     inputs = tensors(queries=queries)
     visible = torch.ones(queries, 6, dtype=torch.bool).tril()
     exact = mask & visible if mask.dtype is torch.bool else mask.double().masked_fill(~visible, -torch.inf)
     npu_counts.reset()
-    found = F.scaled_dot_product_attention(*(each.npu() for each in inputs), mask.npu(), is_causal=True)
+    with torch.autocast("npu", torch.bfloat16, enabled=is_on):
+        found = F.scaled_dot_product_attention(*(each.npu() for each in inputs), mask.npu(), is_causal=True)
     assert fused_launches() == is_fused
-    assert_near(found, F.scaled_dot_product_attention(*(each.double() for each in inputs), exact), ROUNDING)
+    expected = F.scaled_dot_product_attention(*(each.double() for each in inputs), exact)
+    assert_near(found, expected, 2**-7 if is_on else ROUNDING)  # of inputs in bfloat16
+
+
+def test_queries_behind_padding_alone_weigh_that_as_on_the_cpu() -> None:
+    """The lowest number masks what comes behind them no more than padding."""
+    inputs, mask = tensors(), OF_KEYS.flip(-1)
+    found = F.scaled_dot_product_attention(*(each.npu() for each in inputs), mask.npu(), is_causal=True)
+    assert_near(found, F.scaled_dot_product_attention(*inputs, mask, is_causal=True), ROUNDING)
 
 
 def test_transforms_of_torch_func() -> None:

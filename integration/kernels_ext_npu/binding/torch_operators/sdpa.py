@@ -66,10 +66,12 @@ def _cast(
     k: Tensor,
     v: Tensor,
     mask: Any = None,
-    *args: Any,
+    dropout: float = 0.0,
+    is_causal: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    return torchs(keys, q, k, v, as_boolean(mask, q, k), *args, **kwargs)
+    mask, is_causal = _whole(mask, is_causal, q, k)
+    return torchs(keys, q, k, v, as_boolean(mask, q, k), dropout, is_causal, **kwargs)
 
 
 def _attend(
@@ -85,8 +87,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if mask is not None and is_causal:  # torch computes it on the CPU, and refuses it on the NPU
-        mask, is_causal = _causal(mask, query.shape[-2], key.shape[-2]), False
+    mask, is_causal = _whole(mask, is_causal, query, key)
     if mask is not None and mask.dtype == query.dtype:  # other floats torch refuses
         mask = as_boolean(mask, query, key)
     given_mask = mask if mask is None else mask[(None,) * (4 - mask.dim())]
@@ -100,10 +101,15 @@ def _attend(
     return torchs(keys, query, key, value, mask, dropout, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
-def _causal(mask: Tensor, queries: int, keys: int) -> Tensor:
-    """Return a mask by which a query sees no key behind its own, in a sequence that starts with both."""
-    visible = torch.ones(queries, keys, dtype=torch.bool, device=mask.device).tril()
-    return mask & visible if mask.dtype is torch.bool else mask.masked_fill(~visible, -torch.inf)
+def _whole(mask: Any, is_causal: bool, query: Tensor, key: Tensor) -> tuple[Any, bool]:
+    """Return a mask and whether attention is causal, in the mask where there is one.
+
+    Torch computes both on the CPU, and refuses them on the NPU.
+    """
+    if mask is None or not is_causal:
+        return mask, is_causal
+    visible = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=mask.device).tril()
+    return mask & visible if mask.dtype is torch.bool else mask.masked_fill(~visible, -torch.inf), False
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> bool:

@@ -198,14 +198,14 @@ class Program:
             limit = roundings * max(checks.TOLERANCES[dtype], checks.tolerance(self.twin))
             if not self.is_clear or (dtype != torch.float32 and self.model.is_experts):
                 continue
-            if self.variant == "relative positions" and checks.tolerance(self.twin) > 1e-3:
-                continue  # T5 scales no scores: what 16 bits round away decides; its calls are compared nevertheless
+            # T5 scales no scores: in 16 bits float64 alone tells who is off, and one of both may be near it by luck
+            is_coarse = self.variant == "relative positions" and checks.tolerance(self.twin) > 1e-3
             apart = checks.distance(found, expected)
             repeated = self._repeated_in_float64(before) if apart > limit else None
             if repeated is not None:
-                exact = repeated[1][index].tensor
-                apart, limit = checks.distance(found, exact), max(limit, 4 * checks.distance(expected, exact))
-            assert apart <= limit, "what the act has computed"
+                exact, times = repeated[1][index].tensor, 8 if is_coarse else 4
+                apart, limit = checks.distance(found, exact), max(limit, times * checks.distance(expected, exact))
+            assert apart <= limit or (repeated is None and is_coarse), "what the act has computed"
 
 
 # ---- what a side may refuse: what both do, a plain model on the NPU does too, or a sentence of ours says -------------

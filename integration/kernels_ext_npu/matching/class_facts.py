@@ -12,7 +12,6 @@ from kernels_ext_npu.catalogue import ACTIVATIONS, MLPS, NORMS, Kind
 from kernels_ext_npu.matching.classification import (
     attends,
     calls_attention_by_name,
-    calls_grouped_mm,
     classify_class,
     is_classified_by_name,
     is_others,
@@ -24,6 +23,7 @@ from kernels_ext_npu.matching.lookup import find_pattern
 from kernels_ext_npu.patterns.pattern import Pattern
 from kernels_ext_npu.syntax.indexers import indexer_rewriter
 
+_GROUPED_MM = {"grouped_mm", "_grouped_mm"}  # torch's products, by which experts in one tensor multiply
 _RUN = (NORMS, MLPS, ACTIVATIONS)  # kinds by which classes of transformers are known without a pattern
 
 
@@ -50,6 +50,7 @@ def class_facts(
 ) -> ClassFacts:
     """Return what there is to know of a class that has this forward, mark of `kernels`, and methods now."""
     pattern, kind, others = find_pattern(cls), classify_class(cls), is_others(cls)
+    names = used_names(cls) if others else frozenset()
     return ClassFacts(
         pattern=pattern,
         kind=kind,
@@ -58,9 +59,9 @@ def class_facts(
         names_attention=calls_attention_by_name(cls),
         is_indexer=indexer_rewriter(cls) is not None,
         is_experts=is_experts_class(cls),
-        calls_grouped_mm=others and calls_grouped_mm(cls),
+        calls_grouped_mm=not _GROUPED_MM.isdisjoint(names),
         is_others=others,
-        names=used_names(cls) if others else frozenset(),
+        names=names,
         is_run=pattern is None and _is_run(cls, forward, kind),
         functions=called_functions(cls),
     )

@@ -76,7 +76,6 @@ _ATTENTION_NAMES = re.compile("Attention")
 _OTHER_ATTENTION = re.compile("Deformable|Pooling|GRU|AttentionMap|InvariantPoint")  # no queries over keys
 _TORCHS_ATTENTION = ("scaled_dot_product_attention", "varlen_attn")  # functions of attention that the kernel computes
 _SOFTMAX = {"softmax", *_TORCHS_ATTENTION}
-_GROUPED_MM = {"grouped_mm", "_grouped_mm"}
 # the projections of gated MLPs, as transformers names them
 _GATED = (
     {"gate_proj", "up_proj"},
@@ -173,11 +172,6 @@ def torchs_attention(cls: type[nn.Module]) -> str | None:
     """Return the function of torch that other people's code calls for attention, also in what a forward calls."""
     used = used_names(cls) if is_others(cls) else ()
     return next((name for name in _TORCHS_ATTENTION if name in used), None)
-
-
-def calls_grouped_mm(cls: type[nn.Module]) -> bool:
-    """Tell whether a class calls torch's products by groups, as other people's experts in one tensor do."""
-    return not _GROUPED_MM.isdisjoint(used_names(cls))
 
 
 def is_others(cls: type) -> bool:

@@ -139,8 +139,9 @@ def _function(module: nn.Module) -> str | None:
 
 def _is_called_by_transformers(view: View, path: str, module: nn.Module) -> bool:
     """Tell whether a module is torch's, inside one of transformers: most of these ask for weights."""
-    owner = view.model.get_submodule(path.rpartition(".")[0])
-    return isinstance(module, nn.MultiheadAttention) and type(owner).__module__.startswith("transformers.")
+    if not isinstance(module, nn.MultiheadAttention):
+        return False
+    return type(view.model.get_submodule(path.rpartition(".")[0])).__module__.startswith("transformers.")
 
 
 def _refusal(module: nn.Module) -> str | None:

@@ -12,7 +12,7 @@ import kernels_ext_npu
 from kernels_ext_npu.swaps.loss.deferred_logits import DeferredLogits
 from tests.distributed import engines, matrix, models
 from tests.distributed.models import Tensors
-from tests.integration.swaps.loss.test_other_peoples_heads import NanoGPT, batch
+from tests.integration.swaps.loss.models_of_own_code import NanoGPT, batch
 
 
 def look(

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from types import FrameType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -85,10 +85,11 @@ def find_heads(view: View) -> list[Head]:
                 if isinstance(head, nn.Module) and head in paths:
                     found[head] = Head(paths[head], head, model)
     for cls, facts in view.facts.items():
-        for owner in view.by_class[cls] if facts.is_others else ():
-            caller: Any = inspect.unwrap(cls.forward)  # type: ignore[arg-type]
-            for head in _called_last(caller, owner, facts.names) if _computes_loss(owner, facts.names) else ():
-                found[head] = Head(paths[head], head, found[head].owner if head in found else owner, caller)
+        for owner in view.by_class[cls] if facts.names else ():
+            if _computes_loss(owner, facts.names):
+                caller: Any = inspect.unwrap(cls.forward)  # type: ignore[arg-type]
+                for head in _called_last(caller, owner, facts.names):
+                    found[head] = Head(paths[head], head, found[head].owner if head in found else owner, caller)
     return list(found.values())
 
 
@@ -145,13 +146,16 @@ def _make_forward(matched: FunctionType, caller: FunctionType | None) -> Functio
 @functools.cache
 def _forward_with(kernel: ModuleType, matched: FunctionType, caller: FunctionType | None) -> FunctionType:
     """Return the forward of a head, for a kernel: `forward` by name, by which it is found when a model is unpickled."""
+    asked = () if caller is None else _learns_from(caller)
 
     def forward(self: nn.Module, input: Tensor) -> Tensor:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling() and _can_defer(self, input):
             frame = sys._getframe(1)
             around = forward_with_labels(frame)
             if around is None and caller is not None:
-                around = _frame_with_loss(caller, frame)
+                around = frame_running(caller.__code__, frame)
+                if around is not None and asked and not any(around.f_locals.get(each) is not None for each in asked):
+                    around = None
             if around is not None:
                 return _deferred(self, input, around.f_locals[around.f_code.co_varnames[0]], kernel)
         return class_forward(self, forward, matched)(self, input)
@@ -159,17 +163,13 @@ def _forward_with(kernel: ModuleType, matched: FunctionType, caller: FunctionTyp
     return forward  # type: ignore[return-value]
 
 
-def _frame_with_loss(caller: FunctionType, frame: FrameType) -> FrameType | None:
-    """Return the frame that runs a forward, around another; None if there is none, or it gets nothing to learn from.
+def _learns_from(caller: FunctionType) -> list[str]:
+    """Return the arguments of which a forward wants one to compute a loss: labels, or else all optional ones.
 
-    Without its optional arguments, or labels where it has these, ``forward(self, x, targets=None)`` gives logits alone.
+    Without them ``forward(self, x, targets=None)`` gives logits for whoever called it.
     """
-    around = frame_running(caller.__code__, frame)
-    parameters = inspect.signature(caller).parameters
-    optional = [name for name, each in parameters.items() if each.default is None]
-    asked = ["labels"] if "labels" in optional else optional
-    is_given = around is not None and any(around.f_locals.get(name) is not None for name in asked)
-    return around if is_given or not optional else None
+    optional = [name for name, each in inspect.signature(caller).parameters.items() if each.default is None]
+    return ["labels"] if "labels" in optional else optional
 
 
 def _can_defer(head: nn.Module, hidden_states: Tensor) -> bool:
